@@ -1,0 +1,67 @@
+"""tq_jax runs without the other framework, and its examples run."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tq_jax
+from tq_jax import api
+
+ROOT = Path(__file__).parents[2]
+BLOCK = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "tq_torch", "triton", "jax_triton"):
+            raise ImportError("blocked: " + name)
+
+sys.meta_path.insert(0, Block())
+"""
+USE = """
+import jax.numpy as jnp, tq_jax
+from tq_core import CacheLayout, Codec, QuantConfig
+layout = CacheLayout(QuantConfig.preset("4bit"), 1, 8, 4)
+kv, slots = jnp.ones((2, 1, 8)), jnp.arange(2, dtype=jnp.int32)
+codec = Codec(layout.config, 8)
+tq_jax.store(kv, kv, tq_jax.empty_cache(layout, 1), slots, layout=layout, codec=codec)
+"""
+
+
+def run(code):
+    command = [sys.executable, "-W", "error", "-c", BLOCK + code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["torch", "tq_torch"])
+def test_the_block_blocks(name):
+    result = run(f"import {name}")
+    assert f"blocked: {name}" in result.stderr
+
+
+def test_import_and_use_without_torch():
+    result = run(USE)
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_starts_no_device():
+    result = run(
+        "import tq_jax, jax._src.xla_bridge as bridge\nassert not bridge.backends_are_initialized()"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_public_function_is_documented_with_an_example():
+    for name in tq_jax.__all__:
+        assert ">>> " in getattr(tq_jax, name).__doc__, name
+
+
+def test_examples_run():
+    result = doctest.testmod(api)
+    assert result.attempted > 20
+    assert not result.failed

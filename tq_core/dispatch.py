@@ -1,0 +1,624 @@
+"""Launch plans: which kernels run, with which constants, from plain numbers alone.
+
+A plan is data. Both frameworks ask for it with the same numbers, bind their buffers to it and
+launch; nothing here reads an array, an environment variable or a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tq_core import codebook, ptx
+from tq_core.codec import Codec
+from tq_core.layout import CacheLayout
+from tq_core.validation import AttentionCall
+
+MAX_SCRATCH_BYTES = 64 * 2**20
+#: Bound of a transformed query in fp16, see ``query_arrays``.
+_ROW_BOUND = 64.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan depends on.
+
+    Attributes:
+        kind: ``"cuda"``, ``"hip"`` or ``"interpret"``.
+        capability: compute capability as major * 10 + minor; 0 where it means nothing.
+        num_sms: multiprocessors.
+        shared_memory: bytes a program may use.
+    """
+
+    kind: str
+    capability: int = 0
+    num_sms: int = 132
+    shared_memory: int = 232448
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: everything but the buffers and the run-time integers."""
+
+    kernel: str
+    grid: int
+    constexprs: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the kernels' code depends on of a codec; its numbers are buffers."""
+
+    key_kind: str
+    value_kind: str
+    key_cubic: tuple[float, ...]
+    value_cubic: tuple[float, ...]
+    value_factor: float
+    has_key_matrix: bool
+    has_value_matrix: bool
+    has_key_transform: bool
+    has_value_transform: bool
+    has_key_offset: bool
+    has_value_offset: bool
+    key_matrix_stride: int
+    value_matrix_stride: int
+    key_offset_stride: int
+    value_offset_stride: int
+    value_shift_stride: int
+    factor_stride: int
+    key_scale_stride: int
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Plan of ``store``."""
+
+    store: Launch
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Plan of ``attention``.
+
+    Attributes:
+        query, attention, merge, output: the launches in order; merge and output where needed.
+        num_splits: KV splits.
+        num_blocks: blocks of query rows.
+        partial_shape, state_shape: fp32 scratch of the splits, or None.
+        coded_shape: fp32 scratch of outputs in the values' coded basis, or None.
+    """
+
+    query: Launch
+    attention: Launch
+    merge: Launch | None
+    output: Launch | None
+    num_splits: int
+    num_blocks: int
+    partial_shape: tuple[int, ...] | None
+    state_shape: tuple[int, ...] | None
+    coded_shape: tuple[int, ...] | None
+
+
+def codec_traits(codec: Codec) -> Traits:
+    """The traits of ``codec``."""
+    dim, config = codec.head_dim, codec.config
+
+    def stride(array: np.ndarray | None) -> int:
+        return 0 if array is None or array.shape[0] == 1 else math.prod(array.shape[1:])
+
+    key_cubic = cubic_of(codec.centroids, dim)
+    value_cubic = cubic_of(codec.value_centroids, dim)
+    key_kind = "fp8" if not config.key_is_codebook else "poly" if key_cubic else "table"
+    value_kind = "int" if not config.value_is_codebook else "poly" if value_cubic else "table"
+    shift = value_shift_array(codec)
+    factor = 2.0**24
+    if codec.value_centroids is not None:
+        factor = decode_factor(codec.value_centroids, dim)
+    return Traits(
+        key_kind=key_kind,
+        value_kind=value_kind,
+        key_cubic=key_cubic,
+        value_cubic=value_cubic,
+        value_factor=factor,
+        has_key_matrix=codec.has_key_matrix,
+        has_value_matrix=codec.has_value_matrix,
+        has_key_transform=codec.key_transform is not None,
+        has_value_transform=codec.value_transform is not None,
+        has_key_offset=codec.key_offset is not None,
+        has_value_offset=codec.value_offset is not None,
+        key_matrix_stride=stride(codec.key_matrix),
+        value_matrix_stride=stride(codec.value_matrix),
+        key_offset_stride=stride(codec.key_offset),
+        value_offset_stride=stride(codec.value_offset),
+        value_shift_stride=stride(shift),
+        factor_stride=stride(factor_array(codec)),
+        key_scale_stride=stride(codec.key_scale),
+    )
+
+
+def cubic_of(centroids: np.ndarray | None, head_dim: int) -> tuple[float, ...]:
+    """Coefficients of the cubic whose levels these centroids are, () where they are others."""
+    if centroids is None:
+        return ()
+    bits = int(math.log2(len(centroids)))
+    levels = codebook.cubic_centroids(bits, head_dim)
+    if levels is None or not np.array_equal(centroids, levels):
+        return ()
+    return codebook.CUBICS[bits].coefficients
+
+
+def decode_factor(centroids: np.ndarray, head_dim: int) -> float:
+    """What a decoded number is multiplied by to give a centroid."""
+    if cubic_of(centroids, head_dim):
+        return codebook.CUBICS[int(math.log2(len(centroids)))].scale / math.sqrt(head_dim)
+    # Entries of the table lie within +-4, well inside fp16.
+    return float(np.abs(centroids).max()) / 4
+
+
+def table_array(centroids: np.ndarray | None, head_dim: int) -> np.ndarray:
+    """The fp16 decode table of a codebook, one unused entry where it needs none."""
+    if centroids is None or cubic_of(centroids, head_dim):
+        return np.zeros(1, np.float16)
+    table: np.ndarray = centroids.astype(np.float64) / decode_factor(centroids, head_dim)
+    return table.astype(np.float16)
+
+
+def _query_bound(codec: Codec) -> np.ndarray:
+    """Power of two by which each head's query matrix is divided so that its result fits fp16."""
+    rows = np.abs(codec.query_matrix).sum(-1).max(-1)
+    return np.exp2(np.ceil(np.log2(np.maximum(rows / _ROW_BOUND, 1.0))))
+
+
+def query_matrix_array(codec: Codec) -> np.ndarray:
+    """The query matrix divided by its bound; fp32 ``[1 or Hk, D, D]``."""
+    return (codec.query_matrix / _query_bound(codec)[:, None, None]).astype(np.float32)
+
+
+def key_factor_array(codec: Codec) -> np.ndarray:
+    """What turns a decoded number into a key, but for the token's scale; fp32 ``[1 or Hk]``."""
+    decoded = 256.0
+    if codec.centroids is not None:
+        decoded = decode_factor(codec.centroids, codec.head_dim)
+    return (decoded * codec.key_scale.astype(np.float64)).astype(np.float32)
+
+
+def factor_array(codec: Codec) -> np.ndarray:
+    """Factor of ``q' . c``: that of the key times the query's bound; fp32 ``[1 or Hk]``."""
+    return (key_factor_array(codec) * _query_bound(codec)).astype(np.float32)
+
+
+def value_shift_array(codec: Codec) -> np.ndarray | None:
+    """The value offset in the values' coded basis; fp32 ``[1 or Hk, D]``."""
+    if codec.value_offset is None or not codec.has_value_matrix:
+        return codec.value_offset
+    matrix = codec.value_matrix.astype(np.float64)
+    return (matrix @ codec.value_offset[..., None]).astype(np.float32)[..., 0]
+
+
+def _pow2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _page_constexprs(layout: CacheLayout, page_stride: int) -> dict[str, Any]:
+    """Strides of a page in bytes, as docs/format.md defines them."""
+    p, heads = layout.page_size, layout.num_kv_heads
+    key, value, both = layout.key_bytes, layout.value_bytes, layout.code_bytes
+    fields = layout.num_meta_fields
+    value_fields = 1 if layout.config.value_is_codebook else 2
+    planes = layout.order == "planes"
+    if layout.order == "token":
+        head_stride, key_slot, value_base, value_slot = both, heads * both, key, heads * both
+    elif layout.order == "head":
+        head_stride, key_slot, value_base, value_slot = p * both, both, key, both
+    else:
+        head_stride, key_slot, value_base, value_slot = p * both, key, p * key, value
+    return {
+        "PAGE_SIZE": p,
+        "PAGE_STRIDE": page_stride,
+        "KEY_HEAD_STRIDE": head_stride,
+        "KEY_SLOT_STRIDE": key_slot,
+        "VALUE_BASE": value_base,
+        "VALUE_HEAD_STRIDE": head_stride,
+        "VALUE_SLOT_STRIDE": value_slot,
+        "VALUE_WORD_MAJOR": planes,
+        "VALUE_WHOLE": value - value % 4 if planes else value,
+        "VALUE_TAIL": value % 4 if planes else 0,
+        "META_BASE": layout.meta_offset,
+        "META_HEAD_STRIDE": 2 * fields * p,
+        "META_VALUE": 2 * (fields - value_fields) * p,
+        "META_PAIRS": planes and value_fields == 2,
+    }
+
+
+def _reader_constexprs(
+    layout: CacheLayout, page: Mapping[str, Any], traits: Traits, align: int, asm: bool
+) -> dict[str, Any]:
+    """How codes are read: units, elements, blocks, decoders."""
+    dim, config = layout.head_dim, layout.config
+    key_unit = 3 if config.key == "mse3" and config.key_packing == "dense" else 2
+    key_codes = {"fp8": 2, "mse4": 4}.get(config.key, 8)
+    key_strides = (page["PAGE_STRIDE"], page["KEY_HEAD_STRIDE"], page["KEY_SLOT_STRIDE"], align)
+    key_element = 2 if key_unit == 2 and not any(n % 2 for n in key_strides) else 1
+
+    value_strides = (
+        page["PAGE_STRIDE"],
+        page["VALUE_HEAD_STRIDE"],
+        page["VALUE_BASE"],
+        0 if page["VALUE_WORD_MAJOR"] else page["VALUE_SLOT_STRIDE"],
+        align,
+    )
+    bits = config.value_bits
+    if bits == 3:
+        value_unit = value_element = 3
+    else:
+        # The widest unit whose count of codes leaves the matrix unit's 16 rows full.
+        wide = 32 // bits
+        whole_words = layout.value_bytes % 4 == 0 and dim % wide == 0
+        value_unit = 4 if wide <= 8 and dim // wide >= 16 and whole_words else 2
+        value_element = value_unit
+    tail = page["VALUE_TAIL"]
+    if value_unit == 3 or any(n % value_element for n in value_strides) or tail % value_element:
+        value_element = 1
+    value_codes = 8 * value_unit // bits
+    pair = page["META_PAIRS"] and not any(
+        n % 4
+        for n in (
+            page["PAGE_STRIDE"],
+            page["META_BASE"] + page["META_VALUE"],
+            page["META_HEAD_STRIDE"],
+            align,
+        )
+    )
+    key_asm = value_asm = ("", "")
+    if asm:
+        if config.key_packing == "dense":
+            key_asm = ptx.decode_asm(traits.key_kind, config.key_bits, key_unit, traits.key_cubic)
+        value_asm = ptx.decode_asm(traits.value_kind, bits, value_unit, traits.value_cubic)
+    key_pair = layout.page_size % 2 == 0 and not any(
+        n % 4 for n in (page["PAGE_STRIDE"], page["META_BASE"], page["META_HEAD_STRIDE"], align)
+    )
+    return {
+        "META_PAIR_LOAD": bool(pair),
+        "KEY_PAIR_LOAD": key_pair and config.key_is_codebook,
+        "KEY_KIND": traits.key_kind,
+        "KEY_BITS": config.key_bits,
+        "KEY_UNIT": key_unit,
+        "KEY_ELEMENT": key_element,
+        "KEY_CODES": key_codes,
+        "KEY_PLANAR": config.key_packing == "planar",
+        "KEY_CUBIC": traits.key_cubic,
+        "KEY_ASM": key_asm[0],
+        "KEY_CONSTRAINTS": key_asm[1],
+        "VALUE_KIND": traits.value_kind,
+        "VALUE_BITS": bits,
+        "VALUE_UNIT": value_unit,
+        "VALUE_ELEMENT": value_element,
+        "VALUE_CODES": value_codes,
+        "VALUE_FACTOR": traits.value_factor,
+        "VALUE_CUBIC": traits.value_cubic,
+        "VALUE_ASM": value_asm[0],
+        "VALUE_CONSTRAINTS": value_asm[1],
+        "HEAD_DIM": dim,
+        "BLOCK_KEY": max(16, _pow2(dim // key_codes)),
+        "BLOCK_VALUE": max(16, _pow2(dim // value_codes)),
+    }
+
+
+def _precision(device: Device) -> str:
+    """How a dot of fp32 operands is done where the result need not match bit for bit."""
+    return "tf32x3" if device.kind == "cuda" else "ieee"
+
+
+def _launch(
+    kernel: str, grid: int, constexprs: Mapping[str, Any], warps: int, stages: int
+) -> Launch:
+    return Launch(kernel, grid, tuple(constexprs.items()), warps, stages)
+
+
+def _splits(programs: int, tiles: int, slots: int, row_bytes: int, rows: int) -> int:
+    """KV splits whose last wave is full, as few as reach that."""
+    limit = max(1, min(64, tiles // 4, MAX_SCRATCH_BYTES // max(1, rows * row_bytes)))
+    best, best_cost = 1, math.inf
+    for splits in range(1, limit + 1):
+        waves = -(-programs * splits // slots)
+        # Time of a wave ~ 1 / splits; a split costs about two tiles of start and merge.
+        cost = waves * (tiles / splits + 2)
+        if cost < best_cost * 0.98:
+            best, best_cost = splits, cost
+    return best
+
+
+def plan_attention(
+    call: AttentionCall,
+    layout: CacheLayout,
+    traits: Traits,
+    device: Device,
+    *,
+    decode: bool,
+    page_stride: int,
+    query_strides: tuple[int, int, int],
+    out_strides: tuple[int, int, int],
+    cache_align: int,
+    has_sinks: bool,
+    has_alibi: bool,
+    overrides: Mapping[str, int] | None = None,
+) -> AttentionPlan:
+    """Plans an attention call.
+
+    Args:
+        call: the checked call.
+        layout, traits: the cache and its codec.
+        device: where it runs.
+        decode: one query row a sequence, row b of sequence b.
+        page_stride: bytes from a page to the next.
+        query_strides, out_strides: of ``[N, Hq, D]`` in elements.
+        cache_align: a power of two that divides the cache's address.
+        has_sinks, has_alibi: whether these arrays are given.
+        overrides: any of ``block_n``, ``block_t``, ``num_warps``, ``num_stages``, ``num_splits``.
+
+    Raises:
+        ValueError: an override that no kernel can run.
+    """
+    over = dict(overrides or {})
+    unknown = set(over) - {
+        "block_n",
+        "block_t",
+        "num_warps",
+        "num_stages",
+        "num_splits",
+        "asm",
+        "max_registers",
+    }
+    if unknown:
+        raise ValueError(f"plan: unknown overrides {sorted(unknown)}")
+    page = _page_constexprs(layout, page_stride)
+    asm = device.kind == "cuda" and bool(over.get("asm", True))
+    reader = _reader_constexprs(layout, page, traits, cache_align, asm)
+    dim, heads, group = layout.head_dim, layout.num_kv_heads, call.group
+    wide = reader["BLOCK_VALUE"] * reader["VALUE_CODES"]
+    columns = (1 if decode else max(call.max_query_len, 1)) * group
+    block_n = over.get("block_n", min(max(8, _pow2(columns)), 64 if wide <= 128 else 16))
+    size = block_n * wide
+    warps = over.get(
+        "num_warps", 1 if size <= 2048 else 2 if size <= 4096 else 4 if size <= 8192 else 8
+    )
+    block_t = over.get("block_t", 64 if wide <= 128 else 32 if wide <= 256 else 16)
+    stages = over.get("num_stages", 2)
+    # 12 programs of one warp fit a multiprocessor with 168 registers a thread.
+    registers = over.get("max_registers", 168 if warps == 1 and device.kind == "cuda" else None)
+    for name, value in (("block_n", block_n), ("block_t", block_t), ("num_warps", warps)):
+        low = {"block_n": 8, "block_t": 16, "num_warps": 1}[name]
+        if value != _pow2(value) or not low <= value <= 256:
+            raise ValueError(f"plan: {name} must be a power of two from {low} to 256, got {value}")
+    if not 1 <= stages <= 8:
+        raise ValueError(f"plan: num_stages must be 1 to 8, got {stages}")
+
+    if decode:
+        num_blocks = call.num_seqs * -(-group // block_n)
+    else:
+        num_blocks = call.num_tokens * group // block_n + call.num_seqs + 1
+    live_blocks = min(num_blocks, call.num_seqs * -(-columns // block_n))
+    rows = call.num_tokens * call.num_query_heads
+    span = call.max_seq_len
+    if call.sliding_window is not None and call.causal:
+        span = min(span, call.sliding_window + -(-block_n // group))
+    tiles = max(1, -(-span // block_t))
+    slots = device.num_sms * (12 if warps == 1 else max(1, 8 // warps))
+    splits = over.get("num_splits", call.num_kv_splits)
+    if splits is None:
+        splits = _splits(max(1, live_blocks * heads), tiles, slots, 4 * dim, rows)
+
+    coded = traits.has_value_matrix
+    partial = splits > 1
+    coded_strides = (call.num_query_heads * dim, dim, 1)
+    final_strides = coded_strides if coded else out_strides
+    constexprs = {
+        "NUM_SPLITS": splits,
+        "DECODE": decode,
+        "PARTIAL": partial,
+        "NUM_QUERY_HEADS": call.num_query_heads,
+        "NUM_KV_HEADS": heads,
+        "GROUP": group,
+        "OUT_STRIDE_N": final_strides[0],
+        "OUT_STRIDE_H": final_strides[1],
+        "OUT_STRIDE_D": final_strides[2],
+        "HAS_SINKS": has_sinks and not partial,
+        "HAS_VALUE_SHIFT": traits.has_value_offset,
+        "SHIFT_STRIDE": traits.value_shift_stride,
+        "SCALE": call.scale,
+        "SOFTCAP": call.softcap or 0.0,
+        "HAS_OFFSET": traits.has_key_offset,
+        "HAS_ALIBI": has_alibi,
+        "CAUSAL": call.causal,
+        "WINDOW": call.sliding_window or 0,
+        "BLOCK_T": block_t,
+        "BLOCK_N": block_n,
+        **page,
+        **reader,
+    }
+    block_d = max(16, _pow2(dim))
+    row_blocks = -(-call.num_tokens * group // 16)
+    # Few rows: narrow blocks, so that every multiprocessor has one.
+    few = row_blocks * heads < 4 * device.num_sms
+    block_o = min(block_d, 64 if few else 128)
+    transform = {
+        "NUM_QUERY_HEADS": call.num_query_heads,
+        "NUM_KV_HEADS": heads,
+        "GROUP": group,
+        "HEAD_DIM": dim,
+        "BLOCK_N": 16,
+        "BLOCK_K": min(block_d, 128 if few else 32),
+        "BLOCK_O": block_o,
+        "PRECISION": _precision(device),
+    }
+    transform_grid = row_blocks * heads * -(-dim // block_o)
+    query = _launch(
+        "transform_query",
+        transform_grid,
+        {
+            **transform,
+            "STRIDE_N": query_strides[0],
+            "STRIDE_H": query_strides[1],
+            "STRIDE_D": query_strides[2],
+            "HAS_MATRIX": traits.has_key_matrix,
+            "MATRIX_STRIDE": traits.key_matrix_stride,
+            "FACTOR_STRIDE": traits.factor_stride,
+            "HAS_OFFSET": traits.has_key_offset,
+            "OFFSET_STRIDE": traits.key_offset_stride,
+            "BLOCK_D": block_d,
+        },
+        4,
+        2,
+    )
+    merge = output = None
+    if partial:
+        merge = _launch(
+            "merge",
+            rows,
+            {
+                "NUM_SPLITS": splits,
+                "NUM_QUERY_HEADS": call.num_query_heads,
+                "HEAD_DIM": dim,
+                "HAS_SINKS": has_sinks,
+                "OUT_STRIDE_N": final_strides[0],
+                "OUT_STRIDE_H": final_strides[1],
+                "OUT_STRIDE_D": final_strides[2],
+                "BLOCK_S": _pow2(splits),
+                "BLOCK_D": block_d,
+            },
+            1 if splits * block_d <= 2048 else 4,
+            1,
+        )
+    if coded:
+        output = _launch(
+            "transform_output",
+            transform_grid,
+            {
+                **transform,
+                "STRIDE_N": out_strides[0],
+                "STRIDE_H": out_strides[1],
+                "STRIDE_D": out_strides[2],
+                "MATRIX_STRIDE": traits.value_matrix_stride,
+            },
+            4,
+            2,
+        )
+    return AttentionPlan(
+        query=query,
+        attention=replace(
+            _launch("attention", num_blocks * heads * splits, constexprs, warps, stages),
+            max_registers=registers,
+        ),
+        merge=merge,
+        output=output,
+        num_splits=splits,
+        num_blocks=num_blocks,
+        partial_shape=(rows, splits, dim) if partial else None,
+        state_shape=(rows, splits, 2) if partial else None,
+        coded_shape=(rows, dim) if coded else None,
+    )
+
+
+def plan_store(
+    num_tokens: int,
+    layout: CacheLayout,
+    traits: Traits,
+    *,
+    page_stride: int,
+    key_strides: tuple[int, int, int],
+    value_strides: tuple[int, int, int],
+    slot_stride: int,
+) -> StorePlan:
+    """Plans a store of ``num_tokens`` tokens; strides in elements, ``page_stride`` in bytes."""
+    page = _page_constexprs(layout, page_stride)
+    config, dim = layout.config, layout.head_dim
+    block_d = max(16, _pow2(dim))
+    matrix = traits.has_key_matrix or traits.has_value_matrix
+    block_r = 16 if matrix else max(1, min(16, 4096 // block_d))
+    constexprs = {
+        "KEY_STRIDE_N": key_strides[0],
+        "KEY_STRIDE_H": key_strides[1],
+        "KEY_STRIDE_D": key_strides[2],
+        "VALUE_STRIDE_N": value_strides[0],
+        "VALUE_STRIDE_H": value_strides[1],
+        "VALUE_STRIDE_D": value_strides[2],
+        "SLOT_STRIDE": slot_stride,
+        "HAS_KEY_OFFSET": traits.has_key_offset,
+        "KEY_OFFSET_STRIDE": traits.key_offset_stride,
+        "HAS_VALUE_OFFSET": traits.has_value_offset,
+        "VALUE_OFFSET_STRIDE": traits.value_offset_stride,
+        "HAS_KEY_MATRIX": traits.has_key_matrix,
+        "KEY_MATRIX_STRIDE": traits.key_matrix_stride,
+        "HAS_KEY_TRANSFORM": traits.has_key_transform,
+        "HAS_VALUE_MATRIX": traits.has_value_matrix,
+        "VALUE_MATRIX_STRIDE": traits.value_matrix_stride,
+        "HAS_VALUE_TRANSFORM": traits.has_value_transform,
+        "KEY_SCALE_STRIDE": traits.key_scale_stride,
+        "NUM_KV_HEADS": layout.num_kv_heads,
+        **page,
+        "KEY_FP8": not config.key_is_codebook,
+        "KEY_BITS": config.key_bits,
+        "KEY_PLANAR": config.key_packing == "planar",
+        "VALUE_AFFINE": not config.value_is_codebook,
+        "VALUE_BITS": config.value_bits,
+        "NORM_CORRECTION": config.norm_correction,
+        "HEAD_DIM": dim,
+        "BLOCK_R": block_r,
+        "BLOCK_D": block_d,
+        "BLOCK_K": 16 if dim < 32 else 32,
+    }
+    warps = 4 if block_d <= 256 else 8
+    grid = -(-num_tokens // block_r) * layout.num_kv_heads
+    return StorePlan(_launch("store", grid, constexprs, warps, 2))
+
+
+def plan_dequantize(
+    num_seqs: int,
+    capacity: int,
+    layout: CacheLayout,
+    traits: Traits,
+    device: Device,
+    *,
+    page_stride: int,
+    cache_align: int,
+) -> Launch:
+    """Plans a dequantize of ``[num_seqs, capacity]`` tokens."""
+    page = _page_constexprs(layout, page_stride)
+    reader = _reader_constexprs(layout, page, traits, cache_align, asm=False)
+    for name in (
+        "META_PAIR_LOAD",
+        "KEY_PAIR_LOAD",
+        "KEY_ASM",
+        "KEY_CONSTRAINTS",
+        "VALUE_ASM",
+        "VALUE_CONSTRAINTS",
+    ):
+        del reader[name]
+    block_d = max(16, _pow2(layout.head_dim))
+    block_t = 16
+    constexprs = {
+        "NUM_KV_HEADS": layout.num_kv_heads,
+        "HAS_KEY_MATRIX": traits.has_key_matrix,
+        "KEY_MATRIX_STRIDE": traits.key_matrix_stride,
+        "HAS_VALUE_MATRIX": traits.has_value_matrix,
+        "VALUE_MATRIX_STRIDE": traits.value_matrix_stride,
+        "HAS_KEY_OFFSET": traits.has_key_offset,
+        "KEY_OFFSET_STRIDE": traits.key_offset_stride,
+        "HAS_VALUE_OFFSET": traits.has_value_offset,
+        "VALUE_OFFSET_STRIDE": traits.value_offset_stride,
+        "FACTOR_STRIDE": traits.factor_stride,
+        **page,
+        **reader,
+        "BLOCK_T": block_t,
+        "BLOCK_O": min(block_d, 64),
+        "PRECISION": _precision(device),
+    }
+    grid = num_seqs * -(-capacity // block_t) * layout.num_kv_heads
+    return _launch("dequantize", grid, constexprs, 4 if block_d <= 256 else 8, 2)

@@ -1,0 +1,425 @@
+"""Attention over the packed cache, and the merge of its KV splits.
+
+With ``c`` a decoded code, ``g`` a token's key scale and ``q'`` the transformed query, a score is
+``s = scale * (g * (q' . c) + q . mu)``. A value is ``w * c + z`` (scale, code, zero), so an output
+row is ``sum_t p_t w_t c_t + sum_t p_t z_t``: no per-token factor ever touches an element.
+Tokens lie on the M axis of every dot, query rows (of all heads of a group) on the N axis.
+``p_t w_t`` is what enters the second dot as fp16; the running maximum is therefore that of
+``log2(p_t w_t)``, and small or huge value scales cost no precision.
+
+Reads, for each tile of ``BLOCK_T`` tokens of one KV head: key codes, value codes, metadata, and the
+block table. Scores and sums are fp32, exponentials base 2.
+Source: docs/format.md; online softmax as in FlashAttention (arXiv 2205.14135), KV splits as in
+Flash-Decoding.
+"""
+
+import triton
+import triton.language as tl
+
+from tq_core.kernels.codes import (
+    decode_units,
+    half_to_float,
+    load_keys,
+    load_masked,
+    load_values,
+    typed_ptr,
+)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NEVER = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _exponent(half):
+    """log2 of a power of two above |scale|; ``half`` has the fp16 bits in its low half."""
+    # An integer below 2**23 in the mantissa of 2**23 is a float without a conversion.
+    bits = ((half >> 10) & 0x1F) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - (8388608.0 + 14.0)
+
+
+@triton.jit
+def _tile(
+    j, acc, m, l, z,
+    q, row_scale, row_const, slope, position,
+    cache_ptr, pages_ptr, key_table_ptr, value_table_ptr,
+    head, first_token, end_token,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    KEY_HEAD_STRIDE: tl.constexpr, KEY_SLOT_STRIDE: tl.constexpr,
+    VALUE_BASE: tl.constexpr, VALUE_HEAD_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr,
+    VALUE_WORD_MAJOR: tl.constexpr, VALUE_WHOLE: tl.constexpr, VALUE_TAIL: tl.constexpr,
+    META_BASE: tl.constexpr, META_HEAD_STRIDE: tl.constexpr, META_VALUE: tl.constexpr,
+    META_PAIRS: tl.constexpr, META_PAIR_LOAD: tl.constexpr, KEY_PAIR_LOAD: tl.constexpr,
+    KEY_KIND: tl.constexpr, KEY_BITS: tl.constexpr, KEY_UNIT: tl.constexpr,
+    KEY_ELEMENT: tl.constexpr, KEY_CODES: tl.constexpr, KEY_PLANAR: tl.constexpr,
+    KEY_CUBIC: tl.constexpr, KEY_ASM: tl.constexpr, KEY_CONSTRAINTS: tl.constexpr,
+    VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
+    VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr,
+    VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """One tile of tokens: scores, online softmax, weighted values."""
+    offs_t = tl.arange(0, BLOCK_T)
+    token = j * BLOCK_T + offs_t
+    # A tile inside one page looks it up once; other tiles look up the page of each token.
+    if PAGE_SIZE % BLOCK_T == 0:
+        page = tl.load(pages_ptr + (j * BLOCK_T) // PAGE_SIZE).to(tl.int64)
+        slot = (j * BLOCK_T) % PAGE_SIZE + offs_t
+    else:
+        place = token // PAGE_SIZE
+        mask_page = (place >= first_token // PAGE_SIZE) & (token < end_token)
+        page = load_masked(pages_ptr + place, mask_page, MASKED).to(tl.int64)
+        slot = token % PAGE_SIZE
+    mask_t = (token >= first_token) & (token < end_token)
+
+    offs_u = tl.arange(0, BLOCK_KEY)
+    NUM_KEY: tl.constexpr = HEAD_DIM // KEY_CODES
+    key_ptr = typed_ptr(cache_ptr, KEY_ELEMENT) + page * (PAGE_STRIDE // KEY_ELEMENT)
+    key_at = head * (KEY_HEAD_STRIDE // KEY_ELEMENT) + slot * (KEY_SLOT_STRIDE // KEY_ELEMENT)
+    unit = load_keys(
+        key_ptr, key_at, offs_u, offs_u < NUM_KEY, KEY_UNIT, KEY_ELEMENT, NUM_KEY != BLOCK_KEY
+    )  # [BLOCK_T, BLOCK_KEY]
+    extra = unit
+    if KEY_PLANAR:
+        byte_at = head * KEY_HEAD_STRIDE + slot * KEY_SLOT_STRIDE + HEAD_DIM // 4
+        extra = load_keys(
+            cache_ptr + page * PAGE_STRIDE, byte_at, offs_u, offs_u < NUM_KEY, 1, 1,
+            NUM_KEY != BLOCK_KEY,
+        )  # fmt: skip
+
+    offs_v = tl.arange(0, BLOCK_VALUE)
+    NUM_VALUE: tl.constexpr = HEAD_DIM // VALUE_CODES
+    value_ptr = typed_ptr(cache_ptr, VALUE_ELEMENT) + page * (PAGE_STRIDE // VALUE_ELEMENT)
+    if PAGE_SIZE % BLOCK_T != 0:
+        value_ptr = value_ptr[None, :]
+    value_unit = load_values(
+        value_ptr, VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT),
+        slot[None, :], offs_v[:, None], (offs_v < NUM_VALUE)[:, None], VALUE_UNIT, VALUE_ELEMENT,
+        NUM_VALUE != BLOCK_VALUE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
+        PAGE_SIZE,
+    )  # fmt: skip  # [BLOCK_VALUE, BLOCK_T]
+
+    meta_ptr = typed_ptr(cache_ptr, 2) + page * (PAGE_STRIDE // 2)
+    meta_at = META_BASE // 2 + head * (META_HEAD_STRIDE // 2)
+    if META_PAIR_LOAD:
+        pair_ptr = typed_ptr(cache_ptr, 4) + page * (PAGE_STRIDE // 4)
+        pair_at = (META_BASE + META_VALUE) // 4 + head * (META_HEAD_STRIDE // 4) + slot
+        pair = load_masked(pair_ptr + pair_at, mask_t, MASKED)
+        scale_bits = pair
+        value_zero = half_to_float(pair >> 16)
+    else:
+        if META_PAIRS:
+            at = meta_at + META_VALUE // 2 + slot * 2
+            zero_at = at + 1
+        else:
+            at = meta_at + META_VALUE // 2 + slot
+            zero_at = at + PAGE_SIZE
+        scale_bits = load_masked(meta_ptr + at, mask_t, MASKED).to(tl.int32)
+        if VALUE_KIND == "int":
+            value_zero = half_to_float(load_masked(meta_ptr + zero_at, mask_t, MASKED))
+
+    value_scale = half_to_float(scale_bits)
+
+    k = decode_units(
+        unit, extra, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, KEY_CUBIC,
+        KEY_ASM, KEY_CONSTRAINTS,
+    )  # fmt: skip
+    s = tl.dot(k[0], q[0])  # [BLOCK_T, BLOCK_N]
+    for p in tl.static_range(1, KEY_CODES):
+        s = tl.dot(k[p], q[p], s)
+    if KEY_KIND == "fp8":
+        s = s * row_scale[None, :]
+    else:
+        if KEY_PAIR_LOAD:
+            # Two tokens a load: four bytes are the least that can be fetched ahead of use.
+            even = j * BLOCK_T + 2 * tl.arange(0, BLOCK_T // 2)
+            mask_even = (even >= first_token - 1) & (even < end_token)
+            pair_at = META_BASE // 4 + head * (META_HEAD_STRIDE // 4) + (even % PAGE_SIZE) // 2
+            if PAGE_SIZE % BLOCK_T == 0:
+                even_page = page
+            else:
+                mask_page = mask_even & (even // PAGE_SIZE >= first_token // PAGE_SIZE)
+                at = pages_ptr + even // PAGE_SIZE
+                even_page = load_masked(at, mask_page, MASKED).to(tl.int64)
+            pair_ptr = typed_ptr(cache_ptr, 4) + even_page * (PAGE_STRIDE // 4)
+            pair = load_masked(pair_ptr + pair_at, mask_even, MASKED)
+            key_scale = tl.interleave(half_to_float(pair), half_to_float(pair >> 16))
+        else:
+            key_scale = half_to_float(load_masked(meta_ptr + (meta_at + slot), mask_t, MASKED))
+        s = (s * key_scale[:, None]) * row_scale[None, :]
+    if HAS_OFFSET:
+        s = s + row_const[None, :]
+    if SOFTCAP > 0:
+        t = tl.exp2(tl.abs(s) * (-2 * LOG2E / SOFTCAP))
+        s = tl.where(s < 0, -SOFTCAP * LOG2E, SOFTCAP * LOG2E) * ((1 - t) / (1 + t))
+    if HAS_ALIBI:
+        s = s + slope[None, :] * (token[:, None] - position[None, :]).to(tl.float32)
+    if MASKED:
+        seen = mask_t[:, None]
+        if CAUSAL:
+            seen = seen & (token[:, None] <= position[None, :])
+        if WINDOW > 0:
+            seen = seen & (token[:, None] > (position - WINDOW)[None, :])
+        s = tl.where(seen, s, NEVER)
+
+    m_new = tl.maximum(m, tl.max(s + _exponent(scale_bits)[:, None], 0))
+    weight = tl.exp2(s - m_new[None, :])
+    if MASKED:
+        weight = tl.where(seen, weight, 0.0)
+    decay = tl.exp2(m - m_new)
+    l = l * decay + tl.sum(weight, 0)
+    if VALUE_KIND == "int":
+        z = z * decay + tl.sum(weight * value_zero[:, None], 0)
+    scaled = (weight * value_scale[:, None]).to(tl.float16)
+    v = decode_units(
+        value_unit, value_unit, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES, False,
+        VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
+    )  # fmt: skip
+    new = ()
+    for p in tl.static_range(VALUE_CODES):
+        new = new + (tl.dot(v[p], scaled, acc[p] * decay[None, :]),)
+    return new, m_new, l, z
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_stride"])
+def attention(
+    query_ptr, row_scale_ptr, row_const_ptr, cache_ptr, block_table_ptr, seq_lens_ptr,
+    query_start_loc_ptr, key_table_ptr, value_table_ptr, value_shift_ptr, sinks_ptr, slopes_ptr,
+    out_ptr, lse_ptr,
+    num_tokens, num_seqs, num_blocks, table_stride,
+    NUM_SPLITS: tl.constexpr, DECODE: tl.constexpr, PARTIAL: tl.constexpr,
+    NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    KEY_HEAD_STRIDE: tl.constexpr, KEY_SLOT_STRIDE: tl.constexpr,
+    VALUE_BASE: tl.constexpr, VALUE_HEAD_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr,
+    VALUE_WORD_MAJOR: tl.constexpr, VALUE_WHOLE: tl.constexpr, VALUE_TAIL: tl.constexpr,
+    META_BASE: tl.constexpr, META_HEAD_STRIDE: tl.constexpr, META_VALUE: tl.constexpr,
+    META_PAIRS: tl.constexpr, META_PAIR_LOAD: tl.constexpr, KEY_PAIR_LOAD: tl.constexpr,
+    KEY_KIND: tl.constexpr, KEY_BITS: tl.constexpr, KEY_UNIT: tl.constexpr,
+    KEY_ELEMENT: tl.constexpr, KEY_CODES: tl.constexpr, KEY_PLANAR: tl.constexpr,
+    KEY_CUBIC: tl.constexpr, KEY_ASM: tl.constexpr, KEY_CONSTRAINTS: tl.constexpr,
+    VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
+    VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_FACTOR: tl.constexpr,
+    VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """One (block of query rows, KV head, KV split).
+
+    ``PARTIAL``: ``out_ptr`` is fp32 ``[N * Hq, NUM_SPLITS, D]`` of unnormalised sums and
+    ``lse_ptr`` fp32 ``[N * Hq, NUM_SPLITS, 2]`` of (maximum, sum); a split that saw nothing writes
+    only a zero sum. Otherwise they are the output and the natural-log LSE ``[N, Hq]``.
+    ``DECODE``: row b belongs to sequence b; otherwise ``num_blocks`` covers every sequence's rows
+    and the rows past the last sequence, found by bisection of ``query_start_loc``.
+    """
+    pid = tl.program_id(0)
+    block = pid % num_blocks
+    rest = pid // num_blocks
+    head = rest % NUM_KV_HEADS
+    split = rest // NUM_KV_HEADS
+    offs_n = tl.arange(0, BLOCK_N)
+
+    if DECODE:
+        BLOCKS: tl.constexpr = (GROUP + BLOCK_N - 1) // BLOCK_N
+        seq = block // BLOCKS
+        first_row = seq
+        num_rows: tl.constexpr = 1
+        column = (block % BLOCKS) * BLOCK_N + offs_n
+    else:
+        low = 0
+        high = num_seqs
+        while low < high:
+            mid = (low + high + 1) // 2
+            at = tl.load(query_start_loc_ptr + mid) * GROUP // BLOCK_N + mid
+            if at <= block:
+                low = mid
+            else:
+                high = mid - 1
+        seq = low
+        first_row = tl.load(query_start_loc_ptr + seq)
+        column = (block - (first_row * GROUP // BLOCK_N + seq)) * BLOCK_N + offs_n
+        if seq == num_seqs:
+            num_rows = num_tokens - first_row
+        else:
+            num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
+    if tl.min(column, 0) >= num_rows * GROUP:
+        return
+
+    mask_n = column < num_rows * GROUP
+    row = column // GROUP
+    query_head = head * GROUP + column % GROUP
+    flat = (first_row + row).to(tl.int64) * NUM_QUERY_HEADS + query_head
+    if DECODE:
+        seq_len = tl.load(seq_lens_ptr + seq)
+    else:
+        seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
+    shift = seq_len - num_rows
+    position = shift + row
+    first_position = shift + tl.min(row, 0)
+    last_position = tl.minimum(shift + tl.max(row, 0), seq_len - 1)
+
+    # Tokens that some row of the block sees, and the tiles that every row sees whole.
+    end_token = seq_len
+    whole_end = seq_len
+    if CAUSAL:
+        end_token = tl.minimum(seq_len, last_position + 1)
+        whole_end = tl.minimum(seq_len, first_position + 1)
+    first_token = 0
+    whole_start = 0
+    if WINDOW > 0:
+        first_token = tl.maximum(first_position - WINDOW + 1, 0)
+        whole_start = tl.maximum(last_position - WINDOW + 1, 0)
+    start = first_token // BLOCK_T
+    stop = tl.cdiv(tl.maximum(end_token, 0), BLOCK_T)
+    per_split = tl.cdiv(tl.maximum(stop - start, 0), NUM_SPLITS)
+    start = start + split * per_split
+    stop = tl.minimum(start + per_split, stop)
+    whole_start = tl.minimum(tl.maximum(tl.cdiv(whole_start, BLOCK_T), start), stop)
+    whole_stop = tl.minimum(tl.maximum(tl.maximum(whole_end, 0) // BLOCK_T, whole_start), stop)
+
+    q = ()
+    offs_u = tl.arange(0, BLOCK_KEY)
+    for p in tl.static_range(KEY_CODES):
+        at = flat[None, :] * HEAD_DIM + (offs_u * KEY_CODES + p)[:, None]
+        mask_q = mask_n[None, :] & (offs_u < HEAD_DIM // KEY_CODES)[:, None]
+        q = q + (tl.load(query_ptr + at, mask=mask_q, other=0.0),)
+    # From here on a score is in units of 1 / log2(e), or with a softcap in its own.
+    UNIT: tl.constexpr = SCALE if SOFTCAP > 0 else SCALE * LOG2E
+    row_scale = tl.load(row_scale_ptr + flat, mask=mask_n, other=0.0) * UNIT
+    row_const = row_scale
+    if HAS_OFFSET:
+        row_const = tl.load(row_const_ptr + flat, mask=mask_n, other=0.0) * UNIT
+    slope = row_scale
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + query_head, mask=mask_n, other=0.0) * LOG2E
+
+    m = tl.full([BLOCK_N], NEVER, tl.float32)
+    l = tl.zeros([BLOCK_N], tl.float32)
+    z = tl.zeros([BLOCK_N], tl.float32)
+    acc = ()
+    for _ in tl.static_range(VALUE_CODES):
+        acc = acc + (tl.zeros([BLOCK_VALUE, BLOCK_N], tl.float32),)
+    # A block of one position needs no mask of its own: the range of tokens says it all.
+    ROW_CAUSAL: tl.constexpr = CAUSAL and not DECODE
+    ROW_WINDOW: tl.constexpr = 0 if DECODE else WINDOW
+    pages_ptr = block_table_ptr + seq.to(tl.int64) * table_stride
+    for j in range(whole_start, whole_stop):
+        acc, m, l, z = _tile(
+            j, acc, m, l, z, q, row_scale, row_const, slope, position,
+            cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
+            False, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW, PAGE_SIZE, PAGE_STRIDE,
+            KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE, VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE,
+            VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, META_BASE, META_HEAD_STRIDE, META_VALUE,
+            META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD, KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT,
+            KEY_CODES, KEY_PLANAR, KEY_CUBIC, KEY_ASM, KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS,
+            VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
+            HEAD_DIM, BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
+        )  # fmt: skip
+    # The other tiles, masked: those before the whole ones, then those after.
+    before = whole_start - start
+    for i in range(before + stop - whole_stop):
+        j = tl.where(i < before, start + i, whole_stop + i - before)
+        acc, m, l, z = _tile(
+            j, acc, m, l, z, q, row_scale, row_const, slope, position,
+            cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
+            True, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW, PAGE_SIZE, PAGE_STRIDE,
+            KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE, VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE,
+            VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, META_BASE, META_HEAD_STRIDE, META_VALUE,
+            META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD, KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT,
+            KEY_CODES, KEY_PLANAR, KEY_CUBIC, KEY_ASM, KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS,
+            VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
+            HEAD_DIM, BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
+        )  # fmt: skip
+
+    offs_v = tl.arange(0, BLOCK_VALUE)
+    mask_out = mask_n[None, :] & (offs_v < HEAD_DIM // VALUE_CODES)[:, None]
+    if PARTIAL:
+        part = flat * NUM_SPLITS + split
+        tl.store(lse_ptr + part * 2, m, mask=mask_n)
+        tl.store(lse_ptr + part * 2 + 1, l, mask=mask_n)
+        mask_out = mask_out & (l != 0)[None, :]
+    else:
+        total = l
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + query_head, mask=mask_n, other=float("-inf")) * LOG2E
+            # The maximum moves up to the sink's where that is larger.
+            m_new = tl.maximum(m, tl.where(sink == float("-inf"), NEVER, sink))
+            decay = tl.exp2(m - m_new)
+            m = m_new
+            l = l * decay
+            z = z * decay
+            total = l + tl.exp2(sink - m)
+        lse = tl.where(total != 0, (m + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(lse_ptr + flat, lse, mask=mask_n)
+        norm = 1 / tl.where(total != 0, total, 1.0)
+    for p in tl.static_range(VALUE_CODES):
+        offs_d = offs_v * VALUE_CODES + p
+        if VALUE_KIND == "int":
+            o = acc[p] * (VALUE_FACTOR / 2 ** (VALUE_BITS * p % 8))
+        else:
+            o = acc[p] * VALUE_FACTOR
+        if not PARTIAL:
+            if HAS_SINKS:
+                o = o * decay[None, :]
+        if VALUE_KIND == "int":
+            o = o + z[None, :]
+        if HAS_VALUE_SHIFT:
+            at = value_shift_ptr + head * SHIFT_STRIDE + offs_d
+            nu = tl.load(at, mask=offs_d < HEAD_DIM, other=0.0)
+            o = o + nu[:, None] * l[None, :]
+        if PARTIAL:
+            at = part[None, :] * HEAD_DIM + offs_d[:, None]
+            tl.store(out_ptr + at, o, mask=mask_out)
+        else:
+            o = o * norm[None, :]
+            at = ((first_row + row).to(tl.int64) * OUT_STRIDE_N + query_head * OUT_STRIDE_H)[
+                None, :
+            ] + (offs_d * OUT_STRIDE_D)[:, None]
+            tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask_out)
+
+
+@triton.jit
+def merge(
+    part_ptr, state_ptr, sinks_ptr,
+    out_ptr, lse_ptr,
+    NUM_SPLITS: tl.constexpr, NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Output and LSE of one row from the partial sums of its splits; the sink is counted here."""
+    row = tl.program_id(0).to(tl.int64)
+    head = row % NUM_QUERY_HEADS
+    offs_s = tl.arange(0, BLOCK_S)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_s = offs_s < NUM_SPLITS
+    state = state_ptr + (row * NUM_SPLITS + offs_s) * 2
+    l = tl.load(state + 1, mask=mask_s, other=0.0)
+    m = tl.load(state, mask=mask_s, other=NEVER)
+    live = l != 0
+    m = tl.where(live, m, NEVER)
+    top = tl.max(m, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head) * LOG2E
+        top = tl.maximum(top, tl.where(sink == float("-inf"), NEVER, sink))
+    weight = tl.where(live, tl.exp2(m - top), 0.0)
+    mass = tl.sum(weight * l, 0)
+    total = mass
+    if HAS_SINKS:
+        total = total + tl.exp2(sink - top)
+    part = part_ptr + (row * NUM_SPLITS + offs_s)[:, None] * HEAD_DIM + offs_d[None, :]
+    mask = live[:, None] & (offs_d < HEAD_DIM)[None, :]
+    o = tl.sum(tl.load(part, mask=mask, other=0.0) * weight[:, None], 0)
+    o = tl.where(mass != 0, o / tl.where(total != 0, total, 1.0), 0.0)
+    at = (row // NUM_QUERY_HEADS) * OUT_STRIDE_N + head * OUT_STRIDE_H + offs_d * OUT_STRIDE_D
+    tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
+    lse = tl.where(total != 0, (top + tl.log2(total)) * LN2, float("-inf"))
+    tl.store(lse_ptr + row, lse)

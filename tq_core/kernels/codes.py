@@ -1,0 +1,201 @@
+"""Packed codes -> fp16 matrix operands. Everything that knows how a code lies in a byte.
+
+A *unit* is a run of 1 to 4 bytes that holds ``CODES`` whole codes; code p of unit u is coordinate
+``u * CODES + p``. Decoding a tile of units gives ``CODES`` tiles, one for each p, so that a dot
+over head_dim becomes ``CODES`` smaller dots and codes never move between lanes.
+
+What a decoded number means, by ``KIND``:
+
+* ``"int"``: code times ``2**(BITS * p % 8)`` as an fp16 subnormal, multiples of 2**-24;
+* ``"fp8"``: the e4m3fn number divided by 256, exact;
+* ``"poly"``: a cubic in half precision at ``1 + code / 2**BITS``; the codec declares its values as
+  the centroids;
+* ``"table"``: entry of a 2**BITS-entry fp16 table.
+
+The inline PTX given as ``ASM`` computes the same bits as the plain path, two numbers a register.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def typed_ptr(byte_ptr, BYTES: tl.constexpr):
+    """The cache as elements of 1, 2 or 4 bytes."""
+    if BYTES == 4:
+        return byte_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    elif BYTES == 2:
+        return byte_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
+    else:
+        return byte_ptr
+
+
+@triton.jit
+def load_masked(ptr, mask, MASKED: tl.constexpr):
+    """A load with or without its mask."""
+    if MASKED:
+        return tl.load(ptr, mask=mask, other=0)
+    else:
+        return tl.load(ptr)
+
+
+@triton.jit
+def load_keys(
+    page_ptr,
+    slot_at,
+    offs_u,
+    mask_u,
+    UNIT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Key units ``offs_u``; ``slot_at`` is where each slot's codes begin, in elements.
+
+    ``page_ptr`` (a scalar or one a slot) points to elements of ``ELEMENT`` bytes: a whole unit
+    where the layout aligns it, else a byte.
+    """
+    ptr = (page_ptr + slot_at)[:, None]
+    if UNIT == ELEMENT:
+        return load_masked(ptr + offs_u[None, :], mask_u[None, :], MASKED)
+    else:
+        offs = offs_u[None, :] * UNIT
+        word = load_masked(ptr + offs, mask_u[None, :], MASKED).to(tl.int32)
+        for i in tl.static_range(1, UNIT):
+            byte = load_masked(ptr + (offs + i), mask_u[None, :], MASKED).to(tl.int32)
+            word = word | (byte << (8 * i))
+        return word.to(tl.uint16) if UNIT == 2 else word
+
+
+@triton.jit
+def value_offset(
+    element,
+    slot,
+    BYTES: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    WORD_MAJOR: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TAIL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Offset of a value element from the start of its head's values, in elements of ``BYTES``."""
+    if WORD_MAJOR:
+        PER_WORD: tl.constexpr = 4 // BYTES
+        if PER_WORD == 1:
+            in_words = element * PAGE_SIZE
+        else:
+            in_words = (element // PER_WORD) * (PAGE_SIZE * PER_WORD) + element % PER_WORD
+        if TAIL == 0:
+            return in_words + slot * PER_WORD
+        else:
+            in_tail = PAGE_SIZE * (WHOLE // BYTES) + slot * (TAIL // BYTES)
+            in_tail = in_tail + (element - WHOLE // BYTES)
+            return tl.where(element < WHOLE // BYTES, in_words + slot * PER_WORD, in_tail)
+    else:
+        return element + slot * (SLOT_STRIDE // BYTES)
+
+
+@triton.jit
+def load_values(
+    page_ptr,
+    head_at,
+    slot,
+    offs_u,
+    mask,
+    UNIT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    MASKED: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    WORD_MAJOR: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TAIL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Value units; ``slot`` and ``offs_u`` lie on different axes and broadcast to the tile."""
+    COUNT: tl.constexpr = UNIT // ELEMENT
+    offs = value_offset(
+        offs_u * COUNT, slot, ELEMENT, SLOT_STRIDE, WORD_MAJOR, WHOLE, TAIL, PAGE_SIZE
+    )
+    if COUNT == 1:
+        return load_masked(page_ptr + (head_at + offs), mask, MASKED)
+    else:
+        word = load_masked(page_ptr + (head_at + offs), mask, MASKED).to(tl.int32)
+        for i in tl.static_range(1, COUNT):
+            offs = value_offset(
+                offs_u * COUNT + i, slot, ELEMENT, SLOT_STRIDE, WORD_MAJOR, WHOLE, TAIL, PAGE_SIZE
+            )
+            byte = load_masked(page_ptr + (head_at + offs), mask, MASKED).to(tl.int32)
+            word = word | (byte << (8 * i))
+        return word.to(tl.uint16) if UNIT == 2 else word
+
+
+@triton.jit
+def half_to_float(bits):
+    """fp16 bits in the low half of an integer, as fp32."""
+    return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def decode_number(
+    code,
+    table_ptr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CUBIC: tl.constexpr,
+):
+    """fp16 numbers of int32 codes, see the module's list of kinds."""
+    if KIND == "int":
+        return (code << SHIFT).to(tl.uint16).to(tl.float16, bitcast=True)
+    elif KIND == "fp8":
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True)
+    elif KIND == "poly":
+        bits = (code << (10 - BITS)) | 0x3C00
+        t = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        r = (t * CUBIC[0] + CUBIC[1]).to(tl.float16).to(tl.float32)
+        r = (r * t + CUBIC[2]).to(tl.float16).to(tl.float32)
+        return (r * t + CUBIC[3]).to(tl.float16)
+    else:
+        return tl.load(table_ptr + code)
+
+
+@triton.jit
+def decode_units(
+    unit,
+    extra,
+    table_ptr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    PLANAR: tl.constexpr,
+    CUBIC: tl.constexpr,
+    ASM: tl.constexpr,
+    ASM_CONSTRAINTS: tl.constexpr,
+):
+    """Tuple of ``CODES`` fp16 tiles of the shape of ``unit``.
+
+    ``PLANAR``: ``unit`` holds the low two bits of eight 3-bit codes, ``extra`` their high bits.
+    """
+    if ASM != "":
+        if CODES == 2:
+            return tl.inline_asm_elementwise(
+                ASM, ASM_CONSTRAINTS, [unit], (tl.float16, tl.float16), is_pure=True, pack=2
+            )
+        elif CODES == 4:
+            return tl.inline_asm_elementwise(
+                ASM, ASM_CONSTRAINTS, [unit], (tl.float16,) * 4, is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                ASM, ASM_CONSTRAINTS, [unit], (tl.float16,) * 8, is_pure=True, pack=2
+            )
+    else:
+        word = unit.to(tl.int32)
+        out = ()
+        for p in tl.static_range(CODES):
+            if PLANAR:
+                code = ((word >> (2 * p)) & 3) | (((extra.to(tl.int32) >> p) & 1) << 2)
+            else:
+                code = (word >> (BITS * p)) & ((1 << BITS) - 1)
+            out = out + (decode_number(code, table_ptr, KIND, BITS, BITS * p % 8, CUBIC),)
+        return out

@@ -1,0 +1,129 @@
+"""Transforms of whole rows by a D x D matrix, queries before and outputs after attention.
+
+The precision is that of fp32: the dots are IEEE, or on NVIDIA three TF32 dots that add up to it.
+
+A query becomes ``q' = M q / s`` in fp16 with ``s`` a power of two near its largest coordinate, so
+that any finite fp16 or bf16 query fits, and the row constant ``q . mu`` of a key offset.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def power_of_two(x):
+    """A power of two at or below ``x`` and its exact inverse; ``x`` >= 0, fp32."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, inverse
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def transform_query(
+    query_ptr, matrix_ptr, factor_ptr, offset_ptr,
+    out_ptr, row_scale_ptr, row_const_ptr,
+    num_tokens,
+    STRIDE_N: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_D: tl.constexpr,
+    NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_MATRIX: tl.constexpr, MATRIX_STRIDE: tl.constexpr, FACTOR_STRIDE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, OFFSET_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_O: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """fp16 ``[N, Hq, D]`` queries, fp32 ``[N, Hq]`` scales and constants."""
+    BLOCKS_O: tl.constexpr = (HEAD_DIM + BLOCK_O - 1) // BLOCK_O
+    pid = tl.program_id(0)
+    block_o = pid % BLOCKS_O
+    head = (pid // BLOCKS_O) % NUM_KV_HEADS
+    column = (pid // BLOCKS_O // NUM_KV_HEADS).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = column < num_tokens.to(tl.int64) * GROUP
+    token = column // GROUP
+    query_head = head * GROUP + column % GROUP
+    row_ptr = query_ptr + token * STRIDE_N + query_head * STRIDE_H
+    flat = token * NUM_QUERY_HEADS + query_head
+
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    mask = mask_n[:, None] & mask_d[None, :]
+    x = tl.load(row_ptr[:, None] + offs_d[None, :] * STRIDE_D, mask=mask, other=0.0).to(tl.float32)
+    scale, inverse = power_of_two(tl.max(tl.abs(x), 1))
+    if block_o == 0:
+        factor = tl.load(factor_ptr + head * FACTOR_STRIDE)
+        tl.store(row_scale_ptr + flat, scale * factor, mask=mask_n)
+        if HAS_OFFSET:
+            mu = tl.load(offset_ptr + head * OFFSET_STRIDE + offs_d, mask=mask_d, other=0.0)
+            tl.store(row_const_ptr + flat, tl.sum(x * mu[None, :], 1), mask=mask_n)
+
+    offs_o = block_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    mask_o = offs_o < HEAD_DIM
+    if HAS_MATRIX:
+        y = tl.zeros([BLOCK_N, BLOCK_O], tl.float32)
+        for k in range(0, HEAD_DIM, BLOCK_K):
+            offs_k = k + tl.arange(0, BLOCK_K)
+            mask_k = offs_k < HEAD_DIM
+            part = tl.load(
+                row_ptr[:, None] + offs_k[None, :] * STRIDE_D,
+                mask=mask_n[:, None] & mask_k[None, :],
+                other=0.0,
+            )
+            matrix = tl.load(
+                matrix_ptr + head * MATRIX_STRIDE + offs_o[None, :] * HEAD_DIM + offs_k[:, None],
+                mask=mask_o[None, :] & mask_k[:, None],
+                other=0.0,
+            )
+            y = tl.dot(part.to(tl.float32) * inverse[:, None], matrix, y, input_precision=PRECISION)
+    else:
+        y = tl.load(
+            row_ptr[:, None] + offs_o[None, :] * STRIDE_D,
+            mask=mask_n[:, None] & mask_o[None, :],
+            other=0.0,
+        )
+        y = y.to(tl.float32) * inverse[:, None]
+    out = out_ptr + flat[:, None] * HEAD_DIM + offs_o[None, :]
+    tl.store(out, y.to(tl.float16), mask=mask_n[:, None] & mask_o[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def transform_output(
+    coded_ptr, matrix_ptr,
+    out_ptr,
+    num_tokens,
+    STRIDE_N: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_D: tl.constexpr,
+    NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    MATRIX_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows fp32 ``[N, Hq, D]`` in the coded basis of the values to the output's dtype and basis."""
+    BLOCKS_O: tl.constexpr = (HEAD_DIM + BLOCK_O - 1) // BLOCK_O
+    pid = tl.program_id(0)
+    block_o = pid % BLOCKS_O
+    head = (pid // BLOCKS_O) % NUM_KV_HEADS
+    column = (pid // BLOCKS_O // NUM_KV_HEADS).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = column < num_tokens.to(tl.int64) * GROUP
+    token = column // GROUP
+    query_head = head * GROUP + column % GROUP
+    offs_o = block_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    mask_o = offs_o < HEAD_DIM
+    row_ptr = coded_ptr + (token * NUM_QUERY_HEADS + query_head) * HEAD_DIM
+    y = tl.zeros([BLOCK_N, BLOCK_O], tl.float32)
+    for k in range(0, HEAD_DIM, BLOCK_K):
+        offs_k = k + tl.arange(0, BLOCK_K)
+        mask_k = offs_k < HEAD_DIM
+        part = tl.load(
+            row_ptr[:, None] + offs_k[None, :], mask=mask_n[:, None] & mask_k[None, :], other=0.0
+        )
+        matrix = tl.load(
+            matrix_ptr + head * MATRIX_STRIDE + offs_o[None, :] * HEAD_DIM + offs_k[:, None],
+            mask=mask_o[None, :] & mask_k[:, None],
+            other=0.0,
+        )
+        y = tl.dot(part, matrix, y, input_precision=PRECISION)
+    out = out_ptr + (token * STRIDE_N + query_head * STRIDE_H)[:, None]
+    tl.store(
+        out + (offs_o * STRIDE_D)[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=mask_n[:, None] & mask_o[None, :],
+    )

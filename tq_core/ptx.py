@@ -1,0 +1,102 @@
+"""Inline PTX for decoding codes two at a time, the twins of the helpers in kernels/codes.py.
+
+Every generator returns the text for ``tl.inline_asm_elementwise`` with ``pack=2``: two units come
+in (one register of two 16-bit units, or two registers), and each output register holds the same
+code of both, as two fp16 numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def _pair(bits: int) -> str:
+    return f"0x{bits << 16 | bits:08X}"
+
+
+def _half(number: float) -> str:
+    return _pair(int(np.float16(number).view(np.uint16)))
+
+
+def _halves(unit_bytes: int, bits: int) -> tuple[list[str], dict[int, str], int]:
+    """Lines that bring 16-bit windows of both units together, by the window's first bit."""
+    if unit_bytes == 2:
+        codes = 16 // bits
+        return [], {0: f"${codes}"}, codes
+    codes = unit_bytes * 8 // bits
+    windows = {0: ("lo", "0x5410"), 16: ("hi", "0x7632")}
+    if unit_bytes == 3:
+        windows[8] = ("mid", "0x6521")
+    lines = [".reg .b32 " + ", ".join(name for name, _ in windows.values()) + ";"]
+    lines += [
+        f"prmt.b32 {name}, ${codes}, ${codes + 1}, {selector};"
+        for name, selector in windows.values()
+    ]
+    return lines, {first: name for first, (name, _) in windows.items()}, codes
+
+
+def _window(windows: dict[int, str], first: int, bits: int) -> tuple[str, int]:
+    """A window that holds the code at bit ``first``, and the code's place in it."""
+    start = max(w for w in windows if w <= first and first + bits <= w + 16)
+    return windows[start], first - start
+
+
+def decode_asm(
+    kind: str, bits: int, unit_bytes: int, coefficients: Sequence[float] = ()
+) -> tuple[str, str]:
+    """PTX and constraints that decode a unit, or ``("", "")`` where there is no such twin.
+
+    Args:
+        kind: ``"int"``, ``"fp8"`` or ``"poly"``.
+        bits: width of a code.
+        unit_bytes: 2, 3 (3-bit codes) or 4.
+        coefficients: of the cubic, highest power first; for ``"poly"``.
+    """
+    fits = unit_bytes in (2, 4) if 8 % bits == 0 else unit_bytes == 3
+    if kind not in ("int", "fp8", "poly") or not fits:
+        return "", ""
+    lines, windows, codes = _halves(unit_bytes, bits)
+    body: list[str] = []
+    shifted: dict[str, str] = {}
+
+    def shift(source: str, right: int) -> str:
+        if not right:
+            return source
+        key = f"{source}>>{right}"
+        if key not in shifted:
+            shifted[key] = f"s{len(shifted)}"
+            operation = f"shr.b32 {{}}, {source}, {right};"
+            if right < 0:
+                operation = f"shl.b32 {{}}, {source}, {-right};"
+            body.append(".reg .b32 " + shifted[key] + ";")
+            body.append(operation.format(shifted[key]))
+        return shifted[key]
+
+    if kind == "poly":
+        for i, number in enumerate(coefficients):
+            body.append(f".reg .b32 c{i}; mov.b32 c{i}, {_half(number)};")
+    for p in range(codes):
+        source, place = _window(windows, bits * p, bits)
+        if kind == "int":
+            # A code keeps its place inside its byte: the reader divides by a power of two later.
+            source = shift(source, place // 8 * 8)
+            mask = ((1 << bits) - 1) << place % 8
+            body.append(f"and.b32 ${p}, {source}, {_pair(mask)};")
+        elif kind == "fp8":
+            magnitude = shift(source, place - 7)
+            sign = shift(source, place - 8)
+            body.append(f".reg .b32 m{p}; and.b32 m{p}, {magnitude}, {_pair(0x3F80)};")
+            body.append(f"lop3.b32 ${p}, {sign}, {_pair(0x8000)}, m{p}, 0xEA;")
+        else:
+            field = ((1 << bits) - 1) << (10 - bits)
+            source = shift(source, place - (10 - bits))
+            body.append(f".reg .b32 t{p};")
+            body.append(f"lop3.b32 t{p}, {source}, {_pair(field)}, {_pair(0x3C00)}, 0xEA;")
+            body.append(f"fma.rn.f16x2 ${p}, t{p}, c0, c1;")
+            for i in range(2, len(coefficients)):
+                body.append(f"fma.rn.f16x2 ${p}, ${p}, t{p}, c{i};")
+    inputs = 1 if unit_bytes == 2 else 2
+    constraints = ",".join(["=&r"] * codes + ["r"] * inputs)
+    return "{ " + " ".join(lines + body) + " }", constraints

@@ -1,0 +1,257 @@
+"""Binds torch tensors to the launch plans of ``tq_core.dispatch``; nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tq_core import dispatch, kernels
+from tq_core.codebook import midpoints
+from tq_core.codec import Codec
+from tq_core.layout import CacheLayout
+from tq_core.validation import AttentionCall
+
+
+@lru_cache(maxsize=16)
+def device_of(device: torch.device) -> dispatch.Device:
+    """The description of a torch device that plans are made for."""
+    if device.type != "cuda":
+        return dispatch.Device("interpret", num_sms=1)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return dispatch.Device("hip", 0, properties.multi_processor_count, 65536)
+    return dispatch.Device(
+        "cuda",
+        properties.major * 10 + properties.minor,
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+    )
+
+
+class _Buffers:
+    """A codec's numbers on a device, in the form the kernels read."""
+
+    def __init__(self, codec: Codec, device: torch.device) -> None:
+        def put(array: Any) -> torch.Tensor:
+            return torch.tensor(array, device=device)
+
+        dim = codec.head_dim
+        self.traits = dispatch.codec_traits(codec)
+        nothing = torch.zeros(1, dtype=torch.float32, device=device)
+        self.key_matrix = put(codec.key_matrix)
+        self.query_matrix = put(dispatch.query_matrix_array(codec))
+        self.reader_key_matrix = put(codec.query_matrix)
+        self.value_matrix = put(codec.value_matrix)
+        self.output_matrix = put(codec.output_matrix)
+        self.reader_value_matrix = put(codec.output_matrix.swapaxes(1, 2).copy())
+        self.factor = put(dispatch.factor_array(codec))
+        self.key_factor = put(dispatch.key_factor_array(codec))
+        self.key_scale = put(codec.key_scale)
+        self.key_offset = nothing if codec.key_offset is None else put(codec.key_offset)
+        self.value_offset = nothing if codec.value_offset is None else put(codec.value_offset)
+        shift = dispatch.value_shift_array(codec)
+        self.value_shift = nothing if shift is None else put(shift)
+        self.key_table = put(dispatch.table_array(codec.centroids, dim))
+        self.value_table = put(dispatch.table_array(codec.value_centroids, dim))
+        self.key_levels = self.key_edges = self.value_levels = self.value_edges = nothing
+        if codec.centroids is not None:
+            self.key_levels = put(codec.centroids)
+            self.key_edges = put(midpoints(codec.centroids))
+        if codec.value_centroids is not None:
+            self.value_levels = put(codec.value_centroids)
+            self.value_edges = put(midpoints(codec.value_centroids))
+
+
+@lru_cache(maxsize=256)
+def _buffers(codec: Codec, device: torch.device) -> _Buffers:
+    return _Buffers(codec, device)
+
+
+def _run(launch: dispatch.Launch, *args: Any) -> None:
+    if not launch.grid:
+        return
+    kernel = getattr(kernels.load(), launch.kernel)
+    kernel[(launch.grid,)](
+        *args,
+        **dict(launch.constexprs),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
+    )
+
+
+def _align(tensor: torch.Tensor) -> int:
+    return min(16, tensor.data_ptr() & -tensor.data_ptr() or 16)
+
+
+def store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    layout: CacheLayout,
+    codec: Codec,
+) -> None:
+    """Launches the store kernel; arguments are checked already."""
+    b = _buffers(codec, cache.device)
+    plan = dispatch.plan_store(
+        key.shape[0],
+        layout,
+        b.traits,
+        page_stride=cache.stride(0),
+        key_strides=key.stride(),
+        value_strides=value.stride(),
+        slot_stride=slot_mapping.stride(0),
+    )
+    _run(
+        plan.store,
+        key,
+        value,
+        slot_mapping,
+        b.key_matrix,
+        b.value_matrix,
+        b.key_offset,
+        b.value_offset,
+        b.key_scale,
+        b.key_edges,
+        b.key_levels,
+        b.value_edges,
+        b.value_levels,
+        cache,
+        key.shape[0],
+    )
+
+
+def attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    *,
+    call: AttentionCall,
+    layout: CacheLayout,
+    codec: Codec,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    out: torch.Tensor,
+    overrides: Mapping[str, int] | None = None,
+) -> torch.Tensor:
+    """Launches the attention kernels into ``out``; returns the LSE fp32 ``[N, Hq]``."""
+    device = query.device
+    b = _buffers(codec, device)
+    plan = dispatch.plan_attention(
+        call,
+        layout,
+        b.traits,
+        device_of(device),
+        decode=query_start_loc is None,
+        page_stride=cache.stride(0),
+        query_strides=query.stride(),
+        out_strides=out.stride(),
+        cache_align=_align(cache),
+        has_sinks=sinks is not None,
+        has_alibi=alibi_slopes is not None,
+        overrides=overrides,
+    )
+    rows = (call.num_tokens, call.num_query_heads)
+    lse = torch.empty(rows, dtype=torch.float32, device=device)
+    if not call.num_tokens:
+        return lse
+
+    def scratch(shape: tuple[int, ...] | None, fallback: torch.Tensor) -> torch.Tensor:
+        if shape is None:
+            return fallback
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    rotated = torch.empty(query.shape, dtype=torch.float16, device=device)
+    row_scale = torch.empty(rows, dtype=torch.float32, device=device)
+    row_const = torch.empty_like(row_scale) if b.traits.has_key_offset else row_scale
+    _run(
+        plan.query,
+        query,
+        b.query_matrix,
+        b.factor,
+        b.key_offset,
+        rotated,
+        row_scale,
+        row_const,
+        call.num_tokens,
+    )
+    coded = scratch(plan.coded_shape, out)
+    partial = scratch(plan.partial_shape, coded)
+    state = scratch(plan.state_shape, lse)
+    sink_ptr = row_scale if sinks is None else sinks
+    _run(
+        plan.attention,
+        rotated,
+        row_scale,
+        row_const,
+        cache,
+        block_table,
+        seq_lens,
+        seq_lens if query_start_loc is None else query_start_loc,
+        b.key_table,
+        b.value_table,
+        b.value_shift,
+        sink_ptr,
+        row_scale if alibi_slopes is None else alibi_slopes,
+        partial,
+        state,
+        call.num_tokens,
+        call.num_seqs,
+        plan.num_blocks,
+        block_table.stride(0),
+    )
+    if plan.merge is not None:
+        _run(plan.merge, partial, state, sink_ptr, coded, lse)
+    if plan.output is not None:
+        _run(plan.output, coded, b.output_matrix, out, call.num_tokens)
+    return lse
+
+
+def dequantize(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    layout: CacheLayout,
+    codec: Codec,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches the dequantize kernel; keys and values ``[B, max_pages * page_size, Hk, D]``."""
+    b = _buffers(codec, cache.device)
+    num_seqs, capacity = block_table.shape[0], block_table.shape[1] * layout.page_size
+    plan = dispatch.plan_dequantize(
+        num_seqs,
+        capacity,
+        layout,
+        b.traits,
+        device_of(cache.device),
+        page_stride=cache.stride(0),
+        cache_align=_align(cache),
+    )
+    shape = (num_seqs, capacity, layout.num_kv_heads, layout.head_dim)
+    keys, values = (torch.empty(shape, dtype=dtype, device=cache.device) for _ in range(2))
+    _run(
+        plan,
+        cache,
+        block_table,
+        seq_lens,
+        b.key_table,
+        b.value_table,
+        b.key_factor,
+        b.reader_key_matrix,
+        b.reader_value_matrix,
+        b.key_offset,
+        b.value_offset,
+        keys,
+        values,
+        capacity,
+        block_table.stride(0),
+    )
+    return keys, values
