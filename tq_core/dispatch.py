@@ -245,7 +245,7 @@ def _reader_constexprs(
     key_unit = 3 if config.key == "mse3" and config.key_packing == "dense" else 2
     key_codes = {"fp8": 2, "mse4": 4}.get(config.key, 8)
     key_strides = (page["PAGE_STRIDE"], page["KEY_HEAD_STRIDE"], page["KEY_SLOT_STRIDE"], align)
-    key_element = 2 if key_unit == 2 and not any(n % 2 for n in key_strides) else 1
+    key_element = 1 if key_unit == 3 or any(n % 2 for n in key_strides) else 2
 
     value_strides = (
         page["PAGE_STRIDE"],
@@ -256,7 +256,7 @@ def _reader_constexprs(
     )
     bits = config.value_bits
     if bits == 3:
-        value_unit = value_element = 3
+        value_unit, value_element = 3, 4
     else:
         # The widest unit whose count of codes leaves the matrix unit's 16 rows full.
         wide = 32 // bits
@@ -264,7 +264,7 @@ def _reader_constexprs(
         value_unit = 4 if wide <= 8 and dim // wide >= 16 and whole_words else 2
         value_element = value_unit
     tail = page["VALUE_TAIL"]
-    if value_unit == 3 or any(n % value_element for n in value_strides) or tail % value_element:
+    if any(n % value_element for n in (*value_strides, tail)):
         value_element = 1
     value_codes = 8 * value_unit // bits
     pair = page["META_PAIRS"] and not any(
@@ -391,8 +391,10 @@ def plan_attention(
     )
     block_t = over.get("block_t", 64 if wide <= 128 else 32 if wide <= 256 else 16)
     stages = over.get("num_stages", 2)
-    # 12 programs of one warp fit a multiprocessor with 168 registers a thread.
-    registers = over.get("max_registers", 168 if warps == 1 and device.kind == "cuda" else None)
+    # 12 programs of one warp fit a multiprocessor with 168 registers a thread, 8 without a limit.
+    # Decoding a codebook hides enough latency to be worth the limit; fp8 keys are not.
+    limited = warps == 1 and device.kind == "cuda" and traits.key_kind == "poly"
+    registers = over.get("max_registers", 168 if limited else None)
     for name, value in (("block_n", block_n), ("block_t", block_t), ("num_warps", warps)):
         low = {"block_n": 8, "block_t": 16, "num_warps": 1}[name]
         if value != _pow2(value) or not low <= value <= 256:
@@ -410,7 +412,7 @@ def plan_attention(
     if call.sliding_window is not None and call.causal:
         span = min(span, call.sliding_window + -(-block_n // group))
     tiles = max(1, -(-span // block_t))
-    slots = device.num_sms * (12 if warps == 1 else max(1, 8 // warps))
+    slots = device.num_sms * (12 if registers == 168 else max(1, 8 // warps))
     splits = over.get("num_splits", call.num_kv_splits)
     if splits is None:
         splits = _splits(max(1, live_blocks * heads), tiles, slots, 4 * dim, rows)

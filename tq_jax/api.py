@@ -319,8 +319,8 @@ def dequantize(
         Keys and values ``[B, max_pages * page_size, Hk, D]`` of ``dtype``, 0 past a sequence's end.
 
     Raises:
-        TypeError: a wrong type or dtype of an array.
-        ValueError: a wrong shape or ``dtype``, a codec that does not match, or a backend that
+        TypeError: a wrong type or dtype of an array, or ``dtype`` is none.
+        ValueError: a wrong shape, another ``dtype``, a codec that does not match, or a backend that
             cannot serve.
 
     Source: TurboQuant, arXiv 2504.19874, algorithm 1.
@@ -335,7 +335,7 @@ def dequantize(
         >>> keys.shape, values.dtype
         ((1, 32, 2, 64), dtype(bfloat16))
     """
-    name = jnp.dtype(dtype).name
+    name = _dtype_name(dtype)
     validation.check_dequantize(
         _spec("cache", cache),
         _spec("block_table", block_table),
@@ -439,6 +439,16 @@ def _spec(name: str, array: Any) -> ArraySpec:
     if not isinstance(array, jax.Array | np.ndarray):
         raise TypeError(f"{name}: expected a jax.Array or numpy array, got {type(array).__name__}")
     return ArraySpec(array.shape, array.dtype.name)
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        if dtype is None:
+            raise TypeError
+        return jnp.dtype(dtype).name
+    except TypeError:
+        wanted = list(validation.FLOAT_DTYPES)
+        raise TypeError(f"dtype: expected one of {wanted}, got {dtype!r}") from None
 
 
 def _check_page(layout: CacheLayout) -> None:

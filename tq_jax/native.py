@@ -7,7 +7,7 @@ rotated once, the output once (TurboQuant, arXiv 2504.19874).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,10 +18,11 @@ from jax import lax
 
 from tq_core.codebook import midpoints
 from tq_core.codec import Codec
-from tq_core.layout import WORD, CacheLayout
-from tq_core.packing import E4M3_MAX, byte_codes, e4m3_values, packed_bytes
+from tq_core.layout import CacheLayout
+from tq_core.packing import E4M3_MAX, e4m3_values
 from tq_core.reference import FP16_MAX, INPUT_MAX
 from tq_core.validation import AttentionCall
+from tq_jax import pages
 
 _TILE_BYTES = 4 << 20  # fp32 keys and values of one tile
 _WORK_BYTES = 4 << 20  # all intermediates of the blocks that run side by side
@@ -30,160 +31,6 @@ _MAX_ROWS = 128  # query rows times group that share one decoded tile
 _MAX_WINDOW = 1 << 30  # position - window stays inside int32
 
 _exact_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-
-
-def _divmod(x: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder, rounded towards zero: cheaper than ``//``, equal for ``x >= 0``."""
-    size = np.asarray(divisor, x.dtype)
-    return lax.div(x, size), lax.rem(x, size)
-
-
-def _ceil_divide(x: jax.Array, divisor: int) -> jax.Array:
-    return _divmod(x + (divisor - 1), divisor)[0]
-
-
-# Bytes of a page
-
-
-class _Run(NamedTuple):
-    """Contiguous bytes of a token: ``width`` bytes at ``base + stride * slot``, once per base."""
-
-    base: np.ndarray  # int32 [Hk, K]
-    stride: int
-    width: int
-
-
-def _code_runs(layout: CacheLayout) -> tuple[list[_Run], list[_Run]]:
-    """Where the key codes and the value codes of a token lie in its page."""
-    heads, size = layout.num_kv_heads, layout.page_size
-    kd, vd, both = layout.key_bytes, layout.value_bytes, layout.code_bytes
-    head = np.arange(heads, dtype=np.int32)[:, None]
-    if layout.order == "token":
-        return [_Run(head * both, heads * both, kd)], [_Run(head * both + kd, heads * both, vd)]
-    plane = head * (size * both)
-    if layout.order == "head":
-        return [_Run(plane, both, kd)], [_Run(plane + kd, both, vd)]
-    words, tail = divmod(vd, WORD)
-    values = plane + size * kd
-    runs = []
-    if words:
-        word = np.arange(words, dtype=np.int32)[None, :]
-        runs.append(_Run(values + word * (size * WORD), WORD, WORD))
-    if tail:
-        runs.append(_Run(values + size * words * WORD, tail, tail))
-    return [_Run(plane, kd, kd)], runs
-
-
-def _field_runs(layout: CacheLayout) -> list[_Run]:
-    """Where the metadata fields of a token lie in its page."""
-    fields, size = layout.num_meta_fields, layout.page_size
-    head = np.arange(layout.num_kv_heads, dtype=np.int32)[:, None]
-    base = layout.meta_offset + head * (2 * fields * size)
-    if layout.order == "planes" and not layout.config.value_is_codebook:
-        pair = _Run(base + 2 * (fields - 2) * size, 4, 4)
-        return [_Run(base, 2, 2), pair] if fields == 3 else [pair]
-    return [_Run(base + np.arange(fields, dtype=np.int32)[None, :] * (2 * size), 2, 2)]
-
-
-def _flat_pages(cache: jax.Array, layout: CacheLayout) -> jax.Array:
-    return cache.reshape(cache.shape[0], layout.page_bytes)
-
-
-def _read(flat: jax.Array, runs: Sequence[_Run], page: jax.Array, slot: jax.Array) -> jax.Array:
-    """Bytes of the tokens at ``page``, ``slot`` int32 [T] (both in range): uint8 [Hk, T, bytes]."""
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=(3,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
-    )
-    parts = []
-    for base, stride, width in runs:
-        offset = base[:, None, :] + stride * slot[None, :, None]  # [Hk, T, K]
-        index = jnp.stack(jnp.broadcast_arrays(page[None, :, None], offset), -1)
-        part = lax.gather(
-            flat, index, numbers, (1, width), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
-        )
-        parts.append(part.reshape(*offset.shape[:2], -1))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
-
-
-def _write(
-    cache: jax.Array, runs: Sequence[_Run], page: jax.Array, slot: jax.Array, data: jax.Array
-) -> jax.Array:
-    """Puts ``data`` uint8 [N, Hk, bytes] at ``page``, ``slot``; pages out of range are dropped."""
-    _, page_size, heads, slot_bytes = cache.shape
-    flat = cache.reshape(cache.shape[0], -1)
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=(3,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
-    )
-    start = 0
-    for base, stride, width in runs:
-        offset = base[None] + stride * slot[:, None, None]  # [N, Hk, K]
-        stop = start + base.shape[1] * width
-        part = data[..., start:stop]
-        start = stop
-        if 1 in (page_size, heads):
-            # XLA copies a whole array to give it a dimension of size 1: address byte by byte.
-            place = (offset[..., None] + np.arange(width, dtype=np.int32)).reshape(part.shape)
-            row, byte = _divmod(place, slot_bytes)
-            index = (page[:, None, None], *_divmod(row, heads), byte)
-            cache = cache.at[index].set(part, mode="drop")
-        else:
-            index = jnp.stack(jnp.broadcast_arrays(page[:, None, None], offset), -1)
-            part = part.reshape(*offset.shape, width)
-            flat = lax.scatter(flat, index, part, numbers, mode=lax.GatherScatterMode.FILL_OR_DROP)
-    return cache if 1 in (page_size, heads) else flat.reshape(cache.shape)
-
-
-def _fields(data: jax.Array) -> jax.Array:
-    """Metadata bytes uint8 [..., 2 F] as float32 [..., F]."""
-    pairs = data.reshape(*data.shape[:-1], -1, 2)
-    return lax.bitcast_convert_type(pairs, jnp.float16).astype(jnp.float32)
-
-
-# Codes to numbers
-
-
-def _look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
-    """``table`` [n, codes] at ``index`` [..., words], flattened to [..., words * codes]."""
-    found = jnp.asarray(table).at[index.astype(jnp.int32)].get(mode="promise_in_bounds")
-    return found.reshape(*index.shape[:-1], -1)
-
-
-def _word_table(levels: np.ndarray) -> np.ndarray:
-    """Four levels for each 12-bit word of four 3-bit codes: [4096, 4]."""
-    return levels[np.arange(4096)[:, None] >> np.arange(0, 12, 3) & 7]
-
-
-def _planar_table(levels: np.ndarray) -> np.ndarray:
-    """Four levels for each word of 8 low bits (four 2-bit codes) and 4 high bits: [4096, 4]."""
-    word, place = np.arange(4096)[:, None], np.arange(4)
-    return levels[(word >> 2 * place & 3) | (word >> 8 + place & 1) << 2]
-
-
-def _pad_last(x: jax.Array, multiple: int) -> jax.Array:
-    missing = -x.shape[-1] % multiple
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
-
-
-def _decode(data: jax.Array, levels: np.ndarray, dim: int, bits: int, packing: str) -> jax.Array:
-    """Packed bytes uint8 [..., bytes] as ``levels`` [2**bits] of their codes, float32 [..., D]."""
-    levels = levels.astype(np.float32)
-    if bits == 8:
-        return _look_up(levels[:, None], data)
-    if bits != 3:
-        return _look_up(levels[byte_codes(bits)], data)[..., :dim]
-    # Without the barriers XLA works each word out again for each of the four codes in it.
-    if packing == "planar":
-        split = packed_bytes(dim, 2)
-        high = data[..., split:].astype(jnp.int32)
-        high = jnp.stack([high & 15, high >> 4], -1).reshape(*high.shape[:-1], -1)
-        low = _pad_last(data[..., :split], 2).astype(jnp.int32)
-        words = lax.optimization_barrier(low | high[..., : low.shape[-1]] << 8)
-        return _look_up(_planar_table(levels), words)[..., :dim]
-    triple = _pad_last(data, 3).astype(jnp.int32).reshape(*data.shape[:-1], -1, 3)
-    triple = triple[..., 0] | triple[..., 1] << 8 | triple[..., 2] << 16
-    triple = lax.optimization_barrier(triple)[..., None]
-    words = (triple >> np.arange(0, 24, 12, dtype=np.int32) & 4095).reshape(*data.shape[:-1], -1)
-    return _look_up(_word_table(levels), words)[..., :dim]
 
 
 class _Tile(NamedTuple):
@@ -209,10 +56,10 @@ def _read_tile(
 ) -> _Tile:
     """The tokens at ``page``, ``slot`` [T]. Where not ``valid``, value scale and zero are 0."""
     config, dim = layout.config, layout.head_dim
-    key_runs, value_runs = _code_runs(layout)
-    key_data = _read(flat, key_runs, page, slot)
-    value_data = _read(flat, value_runs, page, slot)
-    fields = _fields(_read(flat, _field_runs(layout), page, slot))  # [Hk, T, F]
+    key_runs, value_runs = pages.code_runs(layout)
+    key_data = pages.read(flat, key_runs, page, slot)
+    value_data = pages.read(flat, value_runs, page, slot)
+    fields = pages.fields(pages.read(flat, pages.field_runs(layout), page, slot))  # [Hk, T, F]
     key_levels = e4m3_values() if codec.centroids is None else codec.centroids
     value_levels = (
         np.arange(2**config.value_bits) if codec.value_centroids is None else codec.value_centroids
@@ -221,49 +68,12 @@ def _read_tile(
     # 0 * inf is NaN: bytes of tokens that nobody wrote must not reach the value sums.
     value_fields = jnp.where(valid[:, None], fields[..., -2 if affine else -1 :], 0.0)
     return _Tile(
-        keys=_decode(key_data, key_levels, dim, config.key_bits, config.key_packing),
+        keys=pages.decode(key_data, key_levels, dim, config.key_bits, config.key_packing),
         key_scale=fields[..., 0] if config.key_is_codebook else None,
-        values=_decode(value_data, value_levels, dim, config.value_bits, "dense"),
+        values=pages.decode(value_data, value_levels, dim, config.value_bits, "dense"),
         value_scale=value_fields[..., 0],
         value_zero=value_fields[..., 1] if affine else None,
     )
-
-
-def _locate(
-    token: jax.Array, row: jax.Array, block_table: jax.Array, num_pages: int, page_size: int
-) -> tuple[jax.Array, jax.Array]:
-    """Page and slot of ``token`` int32 [T] of sequence ``row``, forced into range."""
-    column, slot = _divmod(token, page_size)
-    column = jnp.clip(column, 0, block_table.shape[1] - 1)
-    return jnp.clip(block_table[row, column], 0, num_pages - 1), slot
-
-
-# Numbers to codes
-
-
-def _pack(codes: jax.Array, bits: int, packing: str = "dense") -> jax.Array:
-    """Codes int32 [..., D] to bytes uint8 [..., packed_bytes(D)]."""
-    if packing == "planar":
-        return jnp.concatenate([_pack(codes & 3, 2), _pack(codes >> 2, 1)], -1)
-    size = packed_bytes(codes.shape[-1], bits)
-    per_word = 8 if bits == 3 else 8 // bits
-    groups = _pad_last(codes, per_word).reshape(*codes.shape[:-1], -1, per_word)
-    words = sum(groups[..., i] << bits * i for i in range(per_word))
-    data = jnp.stack([words >> 8 * i & 255 for i in range(per_word * bits // 8)], -1)
-    return data.reshape(*codes.shape[:-1], -1)[..., :size].astype(jnp.uint8)
-
-
-def _half_bits(x: jax.Array) -> jax.Array:
-    """float32 as the bits of fp16, uint16, with zeros unsigned.
-
-    The integer step also keeps XLA from treating a round trip through fp16 as the identity.
-    """
-    bits = lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16)
-    return jnp.where(bits == 0x8000, jnp.uint16(0), bits)
-
-
-def _half_value(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
 def _divide(x: jax.Array, divisor: Any) -> jax.Array:
@@ -304,9 +114,9 @@ def _quantize_codebook(
     codes = sum((rotated >= edge).astype(jnp.int32) for edge in midpoints(centroids))
     norm = (length * power)[..., 0]
     if codec.config.norm_correction:
-        chosen = jnp.sqrt((_look_up(centroids[:, None], codes) ** 2).sum(-1))
+        chosen = jnp.sqrt((pages.look_up(centroids[:, None], codes) ** 2).sum(-1))
         norm = jnp.where(chosen > 0, norm / jnp.where(chosen > 0, chosen, 1.0), 0.0)
-    return codes, _half_bits(jnp.minimum(norm, FP16_MAX))
+    return codes, pages.half_bits(jnp.minimum(norm, FP16_MAX))
 
 
 def _encode_e4m3(x: jax.Array) -> jax.Array:
@@ -339,16 +149,13 @@ def _quantize_values(value: jax.Array, codec: Codec) -> tuple[jax.Array, list[ja
         return codes, [scale]
     levels = np.float32(2**codec.config.value_bits - 1)
     x = jnp.clip(coded, -FP16_MAX, FP16_MAX)
-    zero_bits = _half_bits(x.min(-1))
-    zero = _half_value(zero_bits)
-    scale_bits = _half_bits(_divide(x.max(-1) - zero, levels))
-    scale = _half_value(scale_bits)[..., None]
+    zero_bits = pages.half_bits(x.min(-1))
+    zero = pages.half_value(zero_bits)
+    scale_bits = pages.half_bits(_divide(x.max(-1) - zero, levels))
+    scale = pages.half_value(scale_bits)[..., None]
     steps = jnp.floor(_divide(x - zero[..., None], jnp.where(scale == 0, 1.0, scale)) + 0.5)
     codes = jnp.where(scale == 0, 0.0, jnp.clip(steps, 0.0, levels))
     return codes.astype(jnp.int32), [scale_bits, zero_bits]
-
-
-# Entry points
 
 
 def _zero_of(*arrays: jax.Array | None) -> jax.Array:
@@ -398,7 +205,7 @@ def _store_chunks(key, value, cache, slot_mapping, *, layout, codec):
     num_tokens, num_pages = key.shape[0], cache.shape[0]
     if 0 in (num_tokens, num_pages):
         return cache
-    page, slot = _divmod(slot_mapping, layout.page_size)
+    page, slot = pages.divmod_positive(slot_mapping, layout.page_size)
     inside = (slot_mapping >= 0) & (page < num_pages)
     page = jnp.where(inside, page, num_pages).astype(jnp.int32)
     slot = jnp.where(inside, slot, 0).astype(jnp.int32)
@@ -421,15 +228,14 @@ def _store_chunk(key, value, cache, page, slot, *, layout, codec):
     config = layout.config
     key_codes, key_fields = _quantize_keys(key, codec)
     value_codes, value_fields = _quantize_values(value, codec)
-    key_runs, value_runs = _code_runs(layout)
+    key_runs, value_runs = pages.code_runs(layout)
     fields = jnp.stack([*key_fields, *value_fields], -1)  # uint16 [N, Hk, F]
-    field_data = lax.bitcast_convert_type(fields, jnp.uint8).reshape(*fields.shape[:-1], -1)
     for runs, data in (
-        (key_runs, _pack(key_codes, config.key_bits, config.key_packing)),
-        (value_runs, _pack(value_codes, config.value_bits)),
-        (_field_runs(layout), field_data),
+        (key_runs, pages.pack(key_codes, config.key_bits, config.key_packing)),
+        (value_runs, pages.pack(value_codes, config.value_bits)),
+        (pages.field_runs(layout), pages.field_bytes(fields)),
     ):
-        cache = _write(cache, runs, page, slot, data)
+        cache = pages.write(cache, runs, page, slot, data)
     return cache
 
 
@@ -455,7 +261,7 @@ def _dequantize(cache, block_table, seq_lens, *, layout, codec, dtype):
     if 0 in shape or not cache.shape[0]:
         return empty, empty
     empty = empty + _zero_of(cache, block_table, seq_lens).astype(dtype)
-    flat = _flat_pages(cache, layout)
+    flat = pages.flat_pages(cache, layout)
     tile = _tile_size(layout, capacity)
     lengths = jnp.clip(seq_lens, 0, capacity)
 
@@ -463,7 +269,7 @@ def _dequantize(cache, block_table, seq_lens, *, layout, codec, dtype):
         start = jnp.minimum(t * tile, capacity - tile)
         token = start + jnp.arange(tile, dtype=jnp.int32)
         valid = token < lengths[row]
-        page, slot = _locate(token, row, block_table, cache.shape[0], layout.page_size)
+        page, slot = pages.locate(token, row, block_table, cache.shape[0], layout.page_size)
         parts = _reconstruct(_read_tile(flat, page, slot, valid, layout, codec), layout, codec)
         return tuple(
             lax.dynamic_update_slice(
@@ -475,7 +281,7 @@ def _dequantize(cache, block_table, seq_lens, *, layout, codec, dtype):
         )
 
     def one_sequence(row, dense):
-        tiles = _ceil_divide(lengths[row], tile)
+        tiles = pages.ceil_divide(lengths[row], tile)
         return lax.fori_loop(0, tiles, partial(one_tile, row=row), dense)
 
     return lax.fori_loop(0, num_seqs, one_sequence, (empty, empty))
@@ -581,6 +387,14 @@ class _Blocks(NamedTuple):
     stop: jax.Array  # one past the last
 
 
+class _Softmax(NamedTuple):
+    """Running sums of some rows: ``total`` of exp(score - top), ``mixed`` of that times values."""
+
+    top: jax.Array  # [..., M], -inf where a row has seen nothing
+    total: jax.Array  # [..., M]
+    mixed: jax.Array  # [..., M, D]
+
+
 def _plan_blocks(
     query_start_loc: jax.Array,
     seq_lens: jax.Array,
@@ -593,7 +407,7 @@ def _plan_blocks(
     """The :class:`_Blocks` of a batch as int32 [blocks, 6], those with most tokens first."""
     first_row = query_start_loc[:-1]
     rows = jnp.maximum(query_start_loc[1:] - first_row, 0)
-    counts = _ceil_divide(rows, block_rows)
+    counts = pages.ceil_divide(rows, block_rows)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     number = jnp.arange(num_blocks, dtype=jnp.int32)
     sequence = (ends <= number[:, None]).sum(-1, dtype=jnp.int32)
@@ -656,15 +470,18 @@ def _attend(
     blocks = _plan_blocks(
         query_start_loc, seq_lens, num_blocks, block_rows, capacity, causal, window
     )
-    flat = _flat_pages(cache, layout)
+    flat = pages.flat_pages(cache, layout)
     offs_row = jnp.arange(block_rows, dtype=jnp.int32)
-    slopes = None if alibi_slopes is None else _split_heads(alibi_slopes, heads, block_rows)
+    sink, slopes = (
+        None if a is None else jnp.tile(a.reshape(heads, group), (1, block_rows))  # [Hk, M]
+        for a in (sinks, alibi_slopes)
+    )
 
     def step(t, state, q, bias, block):
         """One tile of tokens for one block; q [Hk, M, D], bias [Hk, M]."""
         token = block.start + t * tile + jnp.arange(tile, dtype=jnp.int32)
         valid = token < block.stop
-        page, slot = _locate(token, block.sequence, block_table, num_pages, layout.page_size)
+        page, slot = pages.locate(token, block.sequence, block_table, num_pages, layout.page_size)
         part = _read_tile(flat, page, slot, valid, layout, codec)
         score = _exact_einsum("hmd,htd->hmt", q, part.keys)
         if part.key_scale is not None:
@@ -683,15 +500,15 @@ def _attend(
             seen = seen & (token > position - window)
         score = jnp.where(seen, score, -jnp.inf)
 
-        top, total, mixed = state
-        new_top = jnp.maximum(top, score.max(-1))
-        shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+        top = jnp.maximum(state.top, score.max(-1))
+        shift = _finite(top)
         weight = jnp.exp(score - shift[..., None])
-        decay = jnp.exp(top - shift)
         gain = _exact_einsum("hmt,htd->hmd", weight * part.value_scale[:, None], part.values)
         if part.value_zero is not None:
             gain = gain + (weight * part.value_zero[:, None]).sum(-1)[..., None]
-        return new_top, total * decay + weight.sum(-1), mixed * decay[..., None] + gain
+        decay = jnp.exp(state.top - shift)
+        total = state.total * decay + weight.sum(-1)
+        return _Softmax(top, total, state.mixed * decay[..., None] + gain)
 
     def run_lanes(c, result):
         block = _Blocks(*lax.dynamic_slice_in_dim(blocks, c * lanes, lanes).T)
@@ -700,54 +517,50 @@ def _attend(
         rows = jnp.where(inside, rows, num_tokens)
         q = query.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32)
         q = q.reshape(lanes, block_rows, heads, group, dim) * scale
-        q, bias = _coded_queries(q, codec)
-        q, bias = (None if a is None else _merge_rows(a, heads) for a in (q, bias))
-        sums = jnp.zeros(q.shape[:3], jnp.float32) + zero
-        state = (sums - jnp.inf, sums, jnp.zeros(q.shape, jnp.float32) + zero)
-        tiles = _ceil_divide((block.stop - block.start).max(), tile)
+        q, bias = (None if a is None else _merge_rows(a) for a in _coded_queries(q, codec))
+        none = jnp.zeros(q.shape[:3], jnp.float32) + zero
+        state = _Softmax(none - jnp.inf, none, jnp.zeros(q.shape, jnp.float32) + zero)
+        tiles = pages.ceil_divide((block.stop - block.start).max(), tile)
         axes = (None, 0, 0, None if bias is None else 0, 0)
-        top, total, mixed = lax.fori_loop(
-            0,
-            tiles,
-            lambda t, state: jax.vmap(step, axes)(t, state, q, bias, block),
-            state,
+        state = lax.fori_loop(
+            0, tiles, lambda t, state: jax.vmap(step, axes)(t, state, q, bias, block), state
         )
-        return _finish(result, top, total, mixed, rows)
-
-    def _finish(result, top, total, mixed, rows):
-        seen = total
-        if sinks is not None:
-            sink = _split_heads(sinks, heads, block_rows)
-            new_top = jnp.maximum(top, sink)
-            shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
-            decay = jnp.exp(top - shift)
-            seen, mixed, top = total * decay, mixed * decay[..., None], new_top
-            total = seen + jnp.exp(sink - shift)
-        shift = jnp.where(jnp.isneginf(top), 0.0, top)
-        row_lse = jnp.log(total) + shift
-        divisor = jnp.where(total == 0, 1.0, total)
-        values = (mixed / divisor[..., None]).reshape(lanes, heads, block_rows, group, dim)
-        mass = (seen / divisor).reshape(lanes, heads, block_rows, group)
-        values = _decoded_outputs(values, mass, codec)  # [C, R, Hk, g, D]
-        shape = (lanes, block_rows, num_query_heads)
-        row_lse = row_lse.reshape(lanes, heads, block_rows, group).swapaxes(1, 2).reshape(shape)
+        values, mass, row_lse = _finish(state, sink)
+        values, mass, row_lse = (_split_rows(a, block_rows) for a in (values, mass, row_lse))
+        values = _decoded_outputs(values, mass, codec).reshape(*rows.shape, -1, dim)
         out, lse = result
-        out = out.at[rows].set(values.reshape(*shape, dim).astype(out.dtype), mode="drop")
-        return out, lse.at[rows].set(row_lse, mode="drop")
+        out = out.at[rows].set(values.astype(out.dtype), mode="drop")
+        return out, lse.at[rows].set(row_lse.reshape(*rows.shape, -1), mode="drop")
 
     busy = (blocks[:, 5] > blocks[:, 4]).sum(dtype=jnp.int32)
-    return lax.fori_loop(0, _ceil_divide(busy, lanes), run_lanes, (out, lse))
+    return lax.fori_loop(0, pages.ceil_divide(busy, lanes), run_lanes, (out, lse))
 
 
-def _split_heads(x: jax.Array, heads: int, block_rows: int) -> jax.Array:
-    """Per query head [Hq] to per row of a block [Hk, R * g]."""
-    return jnp.tile(x.reshape(heads, -1), (1, block_rows))
+def _finite(top: jax.Array) -> jax.Array:
+    """What to subtract before ``exp``: -inf minus -inf would be NaN."""
+    return jnp.where(jnp.isneginf(top), 0.0, top)
 
 
-def _merge_rows(x: jax.Array, heads: int) -> jax.Array:
+def _finish(state: _Softmax, sink: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalised values [C, Hk, M, D], share of the softmax that tokens got, and LSE [C, Hk, M]."""
+    top = state.top if sink is None else jnp.maximum(state.top, sink)
+    shift = _finite(top)
+    decay = jnp.exp(state.top - shift)
+    seen = state.total * decay
+    total = seen if sink is None else seen + jnp.exp(sink - shift)
+    inverse = decay / jnp.where(total == 0, 1.0, total)
+    return state.mixed * inverse[..., None], state.total * inverse, jnp.log(total) + shift
+
+
+def _merge_rows(x: jax.Array) -> jax.Array:
     """[C, R, Hk, g, ...] to [C, Hk, R * g, ...]."""
     x = x.swapaxes(1, 2)
-    return x.reshape(x.shape[0], heads, -1, *x.shape[4:])
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _split_rows(x: jax.Array, block_rows: int) -> jax.Array:
+    """[C, Hk, R * g, ...] to [C, R, Hk, g, ...]."""
+    return x.reshape(*x.shape[:2], block_rows, -1, *x.shape[3:]).swapaxes(1, 2)
 
 
 def _coded_queries(q: jax.Array, codec: Codec) -> tuple[jax.Array, jax.Array | None]:
@@ -757,34 +570,29 @@ def _coded_queries(q: jax.Array, codec: Codec) -> tuple[jax.Array, jax.Array | N
         offset = np.broadcast_to(codec.key_offset, (q.shape[2], q.shape[4]))
         bias = _exact_einsum("crhgd,hd->crhg", q, offset)
     if codec.has_key_matrix:
-        matrix = codec.query_matrix
-        q = (
-            _exact_einsum("ed,crhgd->crhge", matrix[0], q)
-            if matrix.shape[0] == 1
-            else _exact_einsum("hed,crhgd->crhge", matrix, q)
-        )
+        q = _apply_grouped(codec.query_matrix, q)
     if codec.centroids is None and (codec.key_scale != 1).any():
         q = q * codec.key_scale[:, None, None]
     return q, bias
 
 
 def _decoded_outputs(values: jax.Array, mass: jax.Array, codec: Codec) -> jax.Array:
-    """Outputs [C, Hk, R, g, D] out of the basis of the value codes, as [C, R, Hk, g, D].
+    """Outputs [C, R, Hk, g, D] out of the basis of the value codes.
 
-    ``mass`` [C, Hk, R, g] is the share of the softmax that went to tokens.
+    ``mass`` [C, R, Hk, g] is the share of the softmax that went to tokens.
     """
     if codec.has_value_matrix:
-        matrix = codec.output_matrix
-        values = (
-            _exact_einsum("ed,chrgd->crhge", matrix[0], values)
-            if matrix.shape[0] == 1
-            else _exact_einsum("hed,chrgd->crhge", matrix, values)
-        )
-    else:
-        values = values.swapaxes(1, 2)
+        values = _apply_grouped(codec.output_matrix, values)
     if codec.value_offset is not None:
-        values = values + mass.swapaxes(1, 2)[..., None] * codec.value_offset[:, None]
+        values = values + mass[..., None] * codec.value_offset[:, None]
     return values
+
+
+def _apply_grouped(matrix: np.ndarray, x: jax.Array) -> jax.Array:
+    """``matrix`` [1 or Hk, D, D] times the vectors ``x`` [C, R, Hk, g, D]."""
+    if matrix.shape[0] == 1:
+        return _exact_einsum("ij,crhgj->crhgi", matrix[0], x)
+    return _exact_einsum("hij,crhgj->crhgi", matrix, x)
 
 
 @jax.jit
@@ -792,12 +600,10 @@ def merge_attention_states(
     out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Output and LSE over both sets; as :func:`tq_jax.merge_attention_states`."""
-    top = jnp.maximum(lse_a, lse_b)
-    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    shift = _finite(jnp.maximum(lse_a, lse_b))
     weight_a, weight_b = jnp.exp(lse_a - shift), jnp.exp(lse_b - shift)
     total = weight_a + weight_b
-    mixed = weight_a[..., None] * out_a.astype(jnp.float32) + weight_b[..., None] * out_b.astype(
-        jnp.float32
-    )
+    a, b = out_a.astype(jnp.float32), out_b.astype(jnp.float32)
+    mixed = weight_a[..., None] * a + weight_b[..., None] * b
     out = mixed / jnp.where(total == 0, 1.0, total)[..., None]
     return out.astype(out_a.dtype), jnp.log(total) + shift

@@ -147,6 +147,8 @@ REFUSED = [
     ("decode_attention", {"max_query_len": 2}, ValueError, "max_query_len", "2"),
     ("decode_attention", {"scale": jnp.float32(1)}, TypeError, "scale", "static"),
     ("dequantize", {"dtype": jnp.int8}, ValueError, "dtype", "int8"),
+    ("dequantize", {"dtype": "half a float"}, TypeError, "dtype", "half a float"),
+    ("dequantize", {"dtype": None}, TypeError, "dtype", "None"),
     ("dequantize", {"dtype": "float64"}, ValueError, "dtype", "float64"),
     ("dequantize", {"seq_lens": 5}, TypeError, "seq_lens", "int"),
     ("dequantize", {"block_table": jnp.zeros(2, I32)}, ValueError, "block_table", "(2,)"),

@@ -18,7 +18,7 @@ from tests.cases import (
     make_store_inputs,
 )
 from tests.jax.helpers import FAST_COMPILE, float_dtype
-from tq_core import CacheLayout, Codec, reference
+from tq_core import CacheLayout, Codec, QuantConfig, packing, reference
 
 
 def stored(case: StoreCase, inputs: StoreInputs, slots=None, store=tq_jax.store) -> np.ndarray:
@@ -54,6 +54,46 @@ def test_store_more_tokens_than_a_chunk(heads):
     case = StoreCase(PRESET_CONFIGS["k3v4"], 72, num_kv_heads=heads, num_tokens=4001)
     inputs = make_store_inputs(case)
     assert_same_bytes(stored(case, inputs), inputs, layout=case.layout, codec=case.codec)
+
+
+def store_both(config, key, value, codec=None):
+    """Bytes of a new cache, written by the package and by the reference."""
+    n, heads, dim = key.shape
+    layout = CacheLayout(config, heads, dim, 16)
+    codec = codec or Codec(config, dim)
+    arguments = key.astype(np.float32), value.astype(np.float32)
+    slots = np.arange(n, dtype=np.int32)
+    want = np.zeros(layout.shape(-(-n // 16)), np.uint8)
+    have = tq_jax.store(*arguments, want.copy(), slots, layout=layout, codec=codec)
+    reference.store(*arguments, want, slots, layout=layout, codec=codec)
+    return np.asarray(have), want
+
+
+@pytest.mark.parametrize("key_scale", [1.0, 0.3])
+def test_fp8_keys_round_like_the_reference(key_scale):
+    """Every e4m3 number and midpoint, their neighbours, zeros of both signs, and beyond."""
+    values = packing.e4m3_values()[:127]
+    middles = (values[1:] + values[:-1]) / 2
+    points = np.concatenate([values, middles, [1e-9, 1e-30, 449, 464, 465, 1e4, 1e30]])
+    points = points.astype(np.float32) * np.float32(key_scale)
+    points = np.concatenate([np.nextafter(points, -np.inf), points, np.nextafter(points, np.inf)])
+    points = np.concatenate([points, -points])
+    key = np.resize(points, (-(-len(points) // 64), 1, 64))
+    config = PRESET_CONFIGS["k8v4"]
+    codec = Codec(config, 64, key_scale=key_scale)
+    assert np.array_equal(*store_both(config, key, np.zeros_like(key), codec))
+
+
+@pytest.mark.parametrize("value_format", ["int2", "int3", "int4", "int8"])
+def test_affine_values_that_lie_between_two_codes_round_up(value_format, rng):
+    """A reciprocal instead of a division, or a fused multiply-add, would miss some of them."""
+    config = QuantConfig("fp8", value_format)
+    levels = 2**config.value_bits - 1
+    scale = rng.uniform(0.01, 30, (1000, 1, 1)).astype(np.float16).astype(np.float32)
+    steps = np.minimum(rng.integers(0, levels + 1, (1000, 1, 64)) + 0.5, levels)
+    steps[..., 0], steps[..., 1] = 0, levels
+    value = steps * scale
+    assert np.array_equal(*store_both(config, np.zeros_like(value), value))
 
 
 BASE = StoreCase(PRESET_CONFIGS["4bit"], 64)

@@ -40,6 +40,17 @@ def load_masked(ptr, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _join_words(low, high, offs_u):
+    """The three bytes of unit ``offs_u`` from the words that hold its first and its last byte.
+
+    The fourth byte of the result is arbitrary.
+    """
+    shift = offs_u * 3 % 4 * 8
+    low = low.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+    return low.to(tl.int32, bitcast=True) | ((high << 1) << (31 - shift))
+
+
+@triton.jit
 def load_keys(
     page_ptr,
     slot_at,
@@ -57,6 +68,10 @@ def load_keys(
     ptr = (page_ptr + slot_at)[:, None]
     if UNIT == ELEMENT:
         return load_masked(ptr + offs_u[None, :], mask_u[None, :], MASKED)
+    elif UNIT == 3 and ELEMENT == 4:
+        low = load_masked(ptr + (offs_u * 3 // 4)[None, :], mask_u[None, :], MASKED)
+        high = load_masked(ptr + ((offs_u * 3 + 2) // 4)[None, :], mask_u[None, :], MASKED)
+        return _join_words(low, high, offs_u[None, :])
     else:
         offs = offs_u[None, :] * UNIT
         word = load_masked(ptr + offs, mask_u[None, :], MASKED).to(tl.int32)
@@ -111,6 +126,14 @@ def load_values(
     PAGE_SIZE: tl.constexpr,
 ):
     """Value units; ``slot`` and ``offs_u`` lie on different axes and broadcast to the tile."""
+    if UNIT == 3 and ELEMENT == 4:
+        first = offs_u * 3 // 4
+        last = (offs_u * 3 + 2) // 4
+        at = value_offset(first, slot, 4, SLOT_STRIDE, WORD_MAJOR, WHOLE, TAIL, PAGE_SIZE)
+        low = load_masked(page_ptr + (head_at + at), mask, MASKED)
+        at = value_offset(last, slot, 4, SLOT_STRIDE, WORD_MAJOR, WHOLE, TAIL, PAGE_SIZE)
+        high = load_masked(page_ptr + (head_at + at), mask, MASKED)
+        return _join_words(low, high, offs_u)
     COUNT: tl.constexpr = UNIT // ELEMENT
     offs = value_offset(
         offs_u * COUNT, slot, ELEMENT, SLOT_STRIDE, WORD_MAJOR, WHOLE, TAIL, PAGE_SIZE

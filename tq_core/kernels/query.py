@@ -47,6 +47,12 @@ def transform_query(
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
     mask = mask_n[:, None] & mask_d[None, :]
+    offs_o = block_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    mask_o = offs_o < HEAD_DIM
+    if HAS_MATRIX and BLOCK_K == BLOCK_D:
+        # Asked for first, so that it is on its way while the rows are scaled.
+        at = matrix_ptr + head * MATRIX_STRIDE + offs_o[None, :] * HEAD_DIM + offs_d[:, None]
+        matrix = tl.load(at, mask=mask_o[None, :] & mask_d[:, None], other=0.0)
     x = tl.load(row_ptr[:, None] + offs_d[None, :] * STRIDE_D, mask=mask, other=0.0).to(tl.float32)
     scale, inverse = power_of_two(tl.max(tl.abs(x), 1))
     if block_o == 0:
@@ -56,24 +62,24 @@ def transform_query(
             mu = tl.load(offset_ptr + head * OFFSET_STRIDE + offs_d, mask=mask_d, other=0.0)
             tl.store(row_const_ptr + flat, tl.sum(x * mu[None, :], 1), mask=mask_n)
 
-    offs_o = block_o * BLOCK_O + tl.arange(0, BLOCK_O)
-    mask_o = offs_o < HEAD_DIM
     if HAS_MATRIX:
-        y = tl.zeros([BLOCK_N, BLOCK_O], tl.float32)
-        for k in range(0, HEAD_DIM, BLOCK_K):
-            offs_k = k + tl.arange(0, BLOCK_K)
-            mask_k = offs_k < HEAD_DIM
-            part = tl.load(
-                row_ptr[:, None] + offs_k[None, :] * STRIDE_D,
-                mask=mask_n[:, None] & mask_k[None, :],
-                other=0.0,
-            )
-            matrix = tl.load(
-                matrix_ptr + head * MATRIX_STRIDE + offs_o[None, :] * HEAD_DIM + offs_k[:, None],
-                mask=mask_o[None, :] & mask_k[:, None],
-                other=0.0,
-            )
-            y = tl.dot(part.to(tl.float32) * inverse[:, None], matrix, y, input_precision=PRECISION)
+        if BLOCK_K == BLOCK_D:
+            y = tl.dot(x * inverse[:, None], matrix, input_precision=PRECISION)
+        else:
+            y = tl.zeros([BLOCK_N, BLOCK_O], tl.float32)
+            for k in range(0, HEAD_DIM, BLOCK_K):
+                offs_k = k + tl.arange(0, BLOCK_K)
+                mask_k = offs_k < HEAD_DIM
+                part = tl.load(
+                    row_ptr[:, None] + offs_k[None, :] * STRIDE_D,
+                    mask=mask_n[:, None] & mask_k[None, :],
+                    other=0.0,
+                )
+                part = part.to(tl.float32) * inverse[:, None]
+                at = matrix_ptr + head * MATRIX_STRIDE
+                at = at + offs_o[None, :] * HEAD_DIM + offs_k[:, None]
+                matrix = tl.load(at, mask=mask_o[None, :] & mask_k[:, None], other=0.0)
+                y = tl.dot(part, matrix, y, input_precision=PRECISION)
     else:
         y = tl.load(
             row_ptr[:, None] + offs_o[None, :] * STRIDE_D,
