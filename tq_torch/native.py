@@ -28,7 +28,7 @@ from tq_torch import pages
 from tq_torch.pages import PageReader
 
 #: Elements of the largest temporary: what a core's cache holds, or what keeps a GPU busy.
-TILE_ELEMENTS = {"cpu": 2**18, "other": 2**23}
+TILE_ELEMENTS = {"cpu": 2**20, "other": 2**23}
 #: Query rows a block, and tokens a tile as long as several blocks share it.
 BLOCK_ROWS = 128
 SHARED_TILE_TOKENS = 128
@@ -254,7 +254,8 @@ def _quantize_codebook(
     unit = torch.where(norm[..., None] > 0, coded / norm[..., None], 0)
     codes = torch.bucketize(unit @ writer.rotation, edges, right=True, out_int32=True)
     if norm_correction:
-        length = centroids[codes].square_().sum(-1).sqrt()
+        chosen = centroids.index_select(0, codes.flatten()).view(coded.shape)
+        length = chosen.square_().sum(-1).sqrt()
         norm = torch.where(length > 0, norm / length, 0)
     return codes, [norm.clamp(max=FP16_MAX).half()]
 

@@ -348,8 +348,10 @@ def attention(
         mask_out = mask_out & (l != 0)[None, :]
     else:
         total = l
+        nothing = tl.full([BLOCK_N], float("-inf"), tl.float32)
         if HAS_SINKS:
-            sink = tl.load(sinks_ptr + query_head, mask=mask_n, other=float("-inf")) * LOG2E
+            nothing = tl.load(sinks_ptr + query_head, mask=mask_n, other=float("-inf"))
+            sink = nothing * LOG2E
             # The maximum moves up to the sink's where that is larger.
             m_new = tl.maximum(m, tl.where(sink == float("-inf"), NEVER, sink))
             decay = tl.exp2(m - m_new)
@@ -357,7 +359,7 @@ def attention(
             l = l * decay
             z = z * decay
             total = l + tl.exp2(sink - m)
-        lse = tl.where(total != 0, (m + tl.log2(total)) * LN2, float("-inf"))
+        lse = tl.where(l != 0, (m + tl.log2(total)) * LN2, nothing)
         tl.store(lse_ptr + flat, lse, mask=mask_n)
         norm = 1 / tl.where(total != 0, total, 1.0)
     for p in tl.static_range(VALUE_CODES):
@@ -407,8 +409,10 @@ def merge(
     live = l != 0
     m = tl.where(live, m, NEVER)
     top = tl.max(m, 0)
+    nothing = float("-inf")
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head) * LOG2E
+        nothing = tl.load(sinks_ptr + head)
+        sink = nothing * LOG2E
         top = tl.maximum(top, tl.where(sink == float("-inf"), NEVER, sink))
     weight = tl.where(live, tl.exp2(m - top), 0.0)
     mass = tl.sum(weight * l, 0)
@@ -421,5 +425,5 @@ def merge(
     o = tl.where(mass != 0, o / tl.where(total != 0, total, 1.0), 0.0)
     at = (row // NUM_QUERY_HEADS) * OUT_STRIDE_N + head * OUT_STRIDE_H + offs_d * OUT_STRIDE_D
     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
-    lse = tl.where(total != 0, (top + tl.log2(total)) * LN2, float("-inf"))
+    lse = tl.where(mass != 0, (top + tl.log2(total)) * LN2, nothing)
     tl.store(lse_ptr + row, lse)
