@@ -32,6 +32,8 @@ TILE_ELEMENTS = {"cpu": 2**20, "other": 2**23}
 #: Query rows a block, and tokens a tile as long as several blocks share it.
 BLOCK_ROWS = 128
 SHARED_TILE_TOKENS = 128
+#: Temporaries as large as a tile's scores that live at once.
+SCORE_COPIES = 4
 
 
 # --- constants ------------------------------------------------------------------------------
@@ -379,7 +381,7 @@ def _schedule(
 
     def width(rows: int, num_pages: int) -> int:
         """Blocks of ``rows`` rows that see ``num_pages`` pages."""
-        token = layout.num_kv_heads * max(layout.head_dim, rows * call.group)
+        token = _elements_a_token(rows, call, layout)
         tokens = min(num_pages * size, SHARED_TILE_TOKENS)
         row = call.num_query_heads * layout.head_dim
         return max(1, min(capacity // (token * tokens), capacity // (row * rows)))
@@ -448,6 +450,11 @@ def _make_blocks(
     if call.sliding_window is not None:
         low = torch.minimum((position - call.sliding_window + 1).clamp_(min=0), high)
     return _Blocks(sequence, start[sequence] + first, block_rows, position, length, low, high)
+
+
+def _elements_a_token(rows: int, call: AttentionCall, layout: CacheLayout) -> int:
+    """Elements of temporaries that a block of ``rows`` rows needs for each token of a tile."""
+    return layout.num_kv_heads * max(layout.head_dim, SCORE_COPIES * rows * call.group)
 
 
 class _Attention:
@@ -553,8 +560,8 @@ class _Attention:
         """Pages ``[W, n]``, slots, tokens ``[W, n * slots]``, and whether a row may not see all."""
         call, layout = self.call, self.layout
         size = layout.page_size
-        line = layout.num_kv_heads * max(layout.head_dim, span.rows * call.group)
-        tokens = max(16, _tile_elements(self.query.device) // (len(blocks.row) * line))
+        token_elements = len(blocks.row) * _elements_a_token(span.rows, call, layout)
+        tokens = max(16, _tile_elements(self.query.device) // token_elements)
         step = min(span.pages, max(1, tokens // size))
         first = (blocks.low // size)[:, None]
         table_row = blocks.sequence[:, None]

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tq_torch
+from tests.cases import ATTENTION_CASES, PREFIX_HIT, AttentionCase, assert_close
+from tests.torch.helpers import attention_tensors, to_float64
+
+CASE = AttentionCase(sliding_window=16, sinks=True)
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_attention(case):
+    tensors = attention_tensors(case)
+    out = torch.full_like(tensors["query"], float("nan"))
+    result, lse = tq_torch.attention(**tensors, **case.options, out=out, return_lse=True)
+    assert result is out
+    assert lse.dtype == torch.float32
+    assert_close(to_float64(out), lse.numpy(), case)
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION_CASES if c.is_decode], ids=str)
+def test_decode_attention(case):
+    tensors = attention_tensors(case)
+    del tensors["query_start_loc"]
+    out, lse = tq_torch.decode_attention(**tensors, **case.options, return_lse=True)
+    assert out.dtype == tensors["query"].dtype
+    assert_close(to_float64(out), lse.numpy(), case)
+
+
+def test_lse_is_returned_on_request_only():
+    out = tq_torch.attention(**attention_tensors(CASE), **CASE.options)
+    assert_close(to_float64(out), None, CASE)
+
+
+@pytest.mark.parametrize(
+    "hint", [{"max_query_len": 10**6}, {"max_seq_len": 10**6}, {"num_kv_splits": 7}], ids=str
+)
+def test_hints_do_not_change_a_bit(hint):
+    tensors = attention_tensors(CASE)
+    plain = tq_torch.attention(**tensors, **CASE.options, return_lse=True)
+    hinted = tq_torch.attention(**tensors, **CASE.options, return_lse=True, **hint)
+    assert all(torch.equal(a, b) for a, b in zip(plain, hinted, strict=True))
+
+
+def test_two_runs_are_bit_equal():
+    tensors = attention_tensors(ATTENTION_CASES[0])
+    runs = [tq_torch.attention(**tensors, **ATTENTION_CASES[0].options) for _ in range(2)]
+    assert torch.equal(*runs)
+
+
+def test_strides_of_query_out_and_cache_do_not_matter():
+    tensors = attention_tensors(CASE)
+    query, cache = tensors["query"], tensors["cache"]
+    plain = tq_torch.attention(**tensors, **CASE.options)
+    fused = torch.full((query.shape[0], query.shape[1], 2 * query.shape[2]), float("nan"))
+    fused[..., ::2] = query
+    pool = torch.full((2 * len(cache), *cache.shape[1:]), 0xFF, dtype=torch.uint8)
+    pool[1::2] = cache
+    out = torch.full((query.shape[2], query.shape[1], query.shape[0]), float("nan")).permute(
+        2, 1, 0
+    )
+    strided = {**tensors, "query": fused[..., ::2], "cache": pool[1::2]}
+    tq_torch.attention(**strided, **CASE.options, out=out)
+    assert torch.equal(plain, out)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_query_stays_in_its_row(bad):
+    case = replace(CASE, batch=PREFIX_HIT, sliding_window=None)
+    tensors = attention_tensors(case)
+    plain = tq_torch.attention(**tensors, **case.options)
+    tensors["query"][7, 1, 3] = bad
+    dirty = tq_torch.attention(**tensors, **case.options)
+    others = torch.ones(plain.shape[:2], dtype=torch.bool)
+    others[7, 1] = False
+    assert torch.equal(plain[others], dirty[others])
+
+
+def test_inference_only():
+    tensors = attention_tensors(CASE)
+    tensors["query"].requires_grad_()
+    with pytest.raises(ValueError, match=r"query.*grad"):
+        tq_torch.attention(**tensors, **CASE.options)
+    with torch.no_grad():
+        tq_torch.attention(**tensors, **CASE.options)
+
+
+MEMORY = """
+import resource, torch, tq_torch
+from tq_core import CacheLayout, Codec, QuantConfig
+torch.set_num_threads(2)
+layout = CacheLayout(QuantConfig.preset("4bit"), 4, 128, 64)
+codec = Codec(layout.config, 128)
+
+def peak(tokens, rows):
+    pages = tokens // 64
+    cache = torch.zeros(layout.shape(pages), dtype=torch.uint8)
+    table = torch.arange(pages, dtype=torch.int32)[None]
+    query = torch.randn(rows, 16, 128)
+    lens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([tokens], [0, rows]))
+    tq_torch.attention(query, cache, table, lens, starts, layout=layout, codec=codec)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+peak(1024, 64)
+before = peak(16384, 64)
+print(peak(16384 * 8, 64) - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_sequence():
+    """131072 tokens of 4 heads: 66 MiB packed, 512 MiB of fp32 keys and values."""
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
+    command = [sys.executable, "-c", MEMORY]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    packed = 131072 * 4 * 134 / 2**20
+    assert int(result.stdout) < packed + 64
+
+
+def test_empty_batches():
+    tensors = attention_tensors(CASE)
+    for name in ("block_table", "seq_lens"):
+        tensors[name] = tensors[name][:0]
+    tensors["query"], tensors["query_start_loc"] = tensors["query"][:0], torch.zeros(1).int()
+    out, lse = tq_torch.attention(**tensors, **CASE.options, return_lse=True)
+    assert out.shape == tensors["query"].shape
+    assert np.prod(lse.shape) == 0

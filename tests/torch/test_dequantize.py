@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tq_torch
+from tests.cases import ATTENTION_CASES, DTYPES
+from tests.torch.helpers import DTYPES as TORCH_DTYPES
+from tests.torch.helpers import attention_tensors, to_float64
+from tq_core import reference
+
+CASES = [c for c in ATTENTION_CASES if c.sliding_window is None]
+TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}
+
+
+def expected_arrays(tensors, case):
+    names = ("cache", "block_table", "seq_lens")
+    options = {n: case.options[n] for n in ("layout", "codec")}
+    return reference.dequantize(*(tensors[n].numpy() for n in names), **options)
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantize(case, dtype):
+    tensors = attention_tensors(case)
+    result = tq_torch.dequantize(
+        tensors["cache"],
+        tensors["block_table"],
+        tensors["seq_lens"],
+        layout=case.layout,
+        codec=case.codec,
+        dtype=TORCH_DTYPES[dtype],
+    )
+    for actual, want in zip(result, expected_arrays(tensors, case), strict=True):
+        assert actual.dtype == TORCH_DTYPES[dtype]
+        actual = to_float64(actual)
+        assert actual.shape == want.shape
+        scale = np.abs(want).max() + 1e-30
+        assert np.abs(actual - want).max() <= TOLERANCE[dtype] * scale
+
+
+def test_tokens_past_the_end_are_zero():
+    case = CASES[0]
+    tensors = attention_tensors(case)
+    keys, values = tq_torch.dequantize(
+        tensors["cache"],
+        tensors["block_table"],
+        tensors["seq_lens"],
+        layout=case.layout,
+        codec=case.codec,
+        dtype=torch.float32,
+    )
+    for row, length in enumerate(tensors["seq_lens"]):
+        assert not keys[row, length:].any()
+        assert not values[row, length:].any()
+        assert torch.isfinite(keys[row]).all()

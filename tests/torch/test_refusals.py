@@ -1,0 +1,137 @@
+"""What the public functions refuse, and how they say it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tq_torch
+from tests.cases import PRESET_CONFIGS
+from tq_core import CacheLayout, Codec
+
+LAYOUT = CacheLayout(PRESET_CONFIGS["4bit"], 2, 64, 16)
+CODEC = Codec(LAYOUT.config, 64)
+OTHER = PRESET_CONFIGS["3bit"]
+I32 = torch.int32
+
+
+def store_arguments():
+    return {
+        "key": torch.ones(3, 2, 64),
+        "value": torch.ones(3, 2, 64),
+        "cache": tq_torch.empty_cache(LAYOUT, 4),
+        "slot_mapping": torch.arange(3),
+        "layout": LAYOUT,
+        "codec": CODEC,
+    }
+
+
+def attention_arguments():
+    return {
+        "query": torch.ones(3, 8, 64),
+        "cache": tq_torch.empty_cache(LAYOUT, 4).zero_(),
+        "block_table": torch.zeros(2, 2, dtype=I32),
+        "seq_lens": torch.full((2,), 5, dtype=I32),
+        "query_start_loc": torch.tensor([0, 1, 3], dtype=I32),
+        "layout": LAYOUT,
+        "codec": CODEC,
+    }
+
+
+STORE = [
+    ({"key": torch.ones(3, 2, 65)}, ValueError, "key: expected shape"),
+    ({"key": torch.ones(3, 3, 64)}, ValueError, "key: expected shape"),
+    ({"key": torch.ones(3, 2, 64, dtype=torch.float64)}, TypeError, "key: expected dtype"),
+    ({"key": [[1.0]]}, TypeError, "key: expected a torch.Tensor"),
+    ({"value": torch.ones(2, 2, 64)}, ValueError, "value: expected shape"),
+    ({"slot_mapping": torch.arange(4)}, ValueError, "slot_mapping: expected shape"),
+    ({"slot_mapping": torch.ones(3)}, TypeError, "slot_mapping: expected dtype"),
+    ({"slot_mapping": torch.tensor([0, 1, 64])}, ValueError, "slot_mapping: expected slots below"),
+    (
+        {"cache": torch.zeros(4, 16, 2, 128, dtype=torch.float16)},
+        ValueError,
+        "cache: expected uint8",
+    ),
+    ({"cache": torch.zeros(4, 16, 2, 69, dtype=torch.uint8)}, ValueError, "cache: expected uint8"),
+    (
+        {"cache": torch.zeros(4, 2, 16, 70, dtype=torch.uint8).transpose(1, 2)},
+        ValueError,
+        "cache: expected pages that are dense",
+    ),
+    ({"codec": Codec(OTHER, 64)}, ValueError, "codec: expected the layout's"),
+    ({"codec": Codec(LAYOUT.config, 72)}, ValueError, "codec: expected the layout's head_dim"),
+    ({"layout": None}, TypeError, "layout: expected a CacheLayout"),
+    ({"backend": "cuda"}, ValueError, "backend: expected one of"),
+    ({"backend": "pallas"}, ValueError, "backend: 'pallas' cannot serve"),
+    ({"backend": "triton"}, ValueError, "backend: 'triton' cannot serve"),
+]
+ATTENTION = [
+    ({"query": torch.ones(3, 7, 64)}, ValueError, "query: expected 2 KV heads times a group"),
+    ({"query": torch.ones(3, 258, 64)}, ValueError, "query: expected 2 KV heads times a group"),
+    ({"query": torch.ones(3, 8, 32)}, ValueError, "query: expected shape"),
+    ({"query": torch.ones(3, 8, 64, dtype=torch.int32)}, TypeError, "query: expected dtype"),
+    ({"block_table": torch.zeros(2, 2).long()}, TypeError, "block_table: expected dtype int32"),
+    ({"block_table": torch.zeros(3, 2, dtype=I32)}, ValueError, "block_table: expected shape"),
+    ({"seq_lens": torch.zeros(2)}, TypeError, "seq_lens: expected dtype int32"),
+    ({"query_start_loc": torch.zeros(2, dtype=I32)}, ValueError, "query_start_loc: expected shape"),
+    (
+        {"query_start_loc": torch.tensor([0, 3, 1]).int()},
+        ValueError,
+        "query_start_loc: expected asc",
+    ),
+    ({"seq_lens": torch.tensor([5, 33]).int()}, ValueError, "seq_lens"),
+    ({"block_table": torch.full((2, 2), 4).int()}, ValueError, "block_table"),
+    ({"sinks": torch.zeros(2)}, ValueError, "sinks: expected shape"),
+    ({"sinks": torch.zeros(8).half()}, TypeError, "sinks: expected dtype float32"),
+    ({"alibi_slopes": torch.zeros(9)}, ValueError, "alibi_slopes: expected shape"),
+    ({"scale": float("nan")}, ValueError, "scale: expected a finite number"),
+    ({"scale": torch.ones(1)}, TypeError, "scale: expected a number"),
+    ({"softcap": 0.0}, ValueError, "softcap: expected a positive"),
+    ({"sliding_window": 0}, ValueError, "sliding_window: expected at least 1"),
+    ({"sliding_window": 1.5}, TypeError, "sliding_window: expected an int"),
+    ({"causal": 1}, TypeError, "causal: expected a bool"),
+    ({"return_lse": 1}, TypeError, "return_lse: expected a bool"),
+    ({"max_query_len": -1}, ValueError, "max_query_len: expected at least 0"),
+    ({"num_kv_splits": 0}, ValueError, "num_kv_splits: expected 1 to 256"),
+    ({"out": torch.ones(3, 8, 32)}, ValueError, "out: expected shape"),
+    ({"out": torch.ones(3, 8, 64).half()}, TypeError, "out: expected dtype float32"),
+    ({"backend": "interpret2"}, ValueError, "backend: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), STORE, ids=lambda x: str(x)[:40])
+def test_store(change, error, message):
+    arguments = store_arguments()
+    before = arguments["cache"].clone()
+    with pytest.raises(error, match=message):
+        tq_torch.store(**{**arguments, **change})
+    assert torch.equal(arguments["cache"], before)
+
+
+@pytest.mark.parametrize(("change", "error", "message"), ATTENTION, ids=lambda x: str(x)[:40])
+def test_attention(change, error, message):
+    with pytest.raises(error, match=message):
+        tq_torch.attention(**{**attention_arguments(), **change})
+
+
+def test_decode_attention_wants_one_row_a_sequence():
+    arguments = attention_arguments()
+    del arguments["query_start_loc"]
+    with pytest.raises(ValueError, match="query: decode_attention expects one row"):
+        tq_torch.decode_attention(**arguments)
+
+
+def test_dequantize():
+    arguments = {n: attention_arguments()[n] for n in ("cache", "block_table", "seq_lens")}
+    with pytest.raises(ValueError, match="dtype: expected one of"):
+        tq_torch.dequantize(**arguments, layout=LAYOUT, codec=CODEC, dtype=torch.float64)
+    with pytest.raises(TypeError, match="dtype"):
+        tq_torch.dequantize(**arguments, layout=LAYOUT, codec=CODEC, dtype="float32")
+
+
+def test_merge():
+    out, lse = torch.ones(3, 8, 64), torch.zeros(3, 8)
+    with pytest.raises(ValueError, match="out_b: expected shape"):
+        tq_torch.merge_attention_states(out, lse, out[:2], lse)
+    with pytest.raises(TypeError, match="lse_b: expected dtype float32"):
+        tq_torch.merge_attention_states(out, lse, out, lse.half())
