@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 
 class Timing(NamedTuple):
@@ -37,9 +38,15 @@ def side_by_side(
     }
 
 
+def fork_join(rounds: int = 40) -> float:
+    """Median milliseconds of about the shortest operation that torch gives to all its threads."""
+    x = torch.full((2**16,), -1.0)
+    return side_by_side({"": x.exp_}, rounds)[""].median
+
+
 def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """Prints columns, the first to the left and the others to the right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, tuple("-" * width for width in widths), *rows]:
-        cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]
-        print("  ".join(cells))
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))

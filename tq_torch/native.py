@@ -28,7 +28,7 @@ from tq_torch import pages
 from tq_torch.pages import PageReader
 
 #: Elements of the largest temporary: what a core's cache holds, or what keeps a GPU busy.
-TILE_ELEMENTS = {"cpu": 2**20, "other": 2**23}
+TILE_ELEMENTS = {"cpu": 10**6, "other": 2**23}
 #: Query rows a block, and tokens a tile as long as several blocks share it.
 BLOCK_ROWS = 128
 SHARED_TILE_TOKENS = 128

@@ -9,6 +9,7 @@ from tests.cases import ATTENTION_CASES, DTYPES
 from tests.torch.helpers import DTYPES as TORCH_DTYPES
 from tests.torch.helpers import attention_tensors, to_float64
 from tq_core import reference
+from tq_torch import native
 
 CASES = [c for c in ATTENTION_CASES if c.sliding_window is None]
 TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}
@@ -38,6 +39,17 @@ def test_dequantize(case, dtype):
         assert actual.shape == want.shape
         scale = np.abs(want).max() + 1e-30
         assert np.abs(actual - want).max() <= TOLERANCE[dtype] * scale
+
+
+@pytest.mark.parametrize("elements", [1, 2**12])
+def test_dequantize_in_small_tiles(elements, monkeypatch):
+    case = next(c for c in CASES if c.page_size == 64)
+    tensors = attention_tensors(case)
+    arrays = [tensors[n] for n in ("cache", "block_table", "seq_lens")]
+    monkeypatch.setitem(native.TILE_ELEMENTS, "cpu", elements)
+    result = tq_torch.dequantize(*arrays, layout=case.layout, codec=case.codec, dtype=torch.float32)
+    for actual, want in zip(result, expected_arrays(tensors, case), strict=True):
+        assert np.abs(to_float64(actual) - want).max() <= 1e-5 * np.abs(want).max()
 
 
 def test_tokens_past_the_end_are_zero():

@@ -58,6 +58,16 @@ STORE = [
         ValueError,
         "cache: expected pages that are dense",
     ),
+    (
+        {"cache": torch.zeros(1, 16, 2, 70, dtype=torch.uint8).expand(4, -1, -1, -1)},
+        ValueError,
+        "cache: expected memory of its own",
+    ),
+    (
+        {"cache": torch.zeros(4000, dtype=torch.uint8).as_strided((3, 16, 2, 70), (2, 140, 70, 1))},
+        ValueError,
+        "cache: expected memory of its own",
+    ),
     ({"codec": Codec(OTHER, 64)}, ValueError, "codec: expected the layout's"),
     ({"codec": Codec(LAYOUT.config, 72)}, ValueError, "codec: expected the layout's head_dim"),
     ({"layout": None}, TypeError, "layout: expected a CacheLayout"),
@@ -95,6 +105,12 @@ ATTENTION = [
     ({"num_kv_splits": 0}, ValueError, "num_kv_splits: expected 1 to 256"),
     ({"out": torch.ones(3, 8, 32)}, ValueError, "out: expected shape"),
     ({"out": torch.ones(3, 8, 64).half()}, TypeError, "out: expected dtype float32"),
+    ({"out": torch.ones(1, 8, 64).expand(3, 8, 64)}, ValueError, "out: expected memory of its own"),
+    ({"out": [0.0]}, TypeError, "out: expected a torch.Tensor, got list"),
+    ({"query": torch.ones(3, 8, 64).to_sparse()}, TypeError, "query: expected a dense"),
+    ({"seq_lens": torch.tensor([5, 5], dtype=I32, device="meta")}, ValueError, "device: expected"),
+    ({"query_start_loc": torch.tensor([0, 1, 4]).int()}, ValueError, "query_start_loc: expected r"),
+    ({"query_start_loc": None}, TypeError, "query_start_loc: expected a torch.Tensor"),
     ({"backend": "interpret2"}, ValueError, "backend: expected one of"),
 ]
 
@@ -127,6 +143,21 @@ def test_dequantize():
         tq_torch.dequantize(**arguments, layout=LAYOUT, codec=CODEC, dtype=torch.float64)
     with pytest.raises(TypeError, match="dtype"):
         tq_torch.dequantize(**arguments, layout=LAYOUT, codec=CODEC, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("4bit", 4), TypeError, "layout: expected a CacheLayout"),
+        ((LAYOUT, 4.0), TypeError, "num_pages: expected an int"),
+        ((LAYOUT, True), TypeError, "num_pages: expected an int"),
+        ((LAYOUT, -1), ValueError, "num_pages: expected at least 0"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_empty_cache(arguments, error, message):
+    with pytest.raises(error, match=message):
+        tq_torch.empty_cache(*arguments)
 
 
 def test_merge():

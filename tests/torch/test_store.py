@@ -9,6 +9,7 @@ import torch
 import tq_torch
 from tests.cases import STORE_CASES, assert_same_bytes, make_store_inputs
 from tests.torch.helpers import DTYPES, tensor
+from tq_torch import native
 
 CASE = STORE_CASES[0]
 
@@ -33,6 +34,22 @@ def store(case, key=None, value=None, cache=None, slots=None):
 def test_store(case):
     inputs, cache = store(case)
     assert_same_bytes(cache.numpy(), inputs, layout=case.layout, codec=case.codec)
+
+
+@pytest.mark.parametrize("case", STORE_CASES[::17], ids=str)
+def test_store_in_small_tiles(case, monkeypatch):
+    monkeypatch.setitem(native.TILE_ELEMENTS, "cpu", 3 * case.num_kv_heads * case.head_dim)
+    inputs, cache = store(case)
+    assert_same_bytes(cache.numpy(), inputs, layout=case.layout, codec=case.codec)
+
+
+def test_the_later_row_of_a_slot_is_stored():
+    inputs = make_store_inputs(CASE)
+    slots = np.arange(len(inputs.slot_mapping)) % 7
+    _, cache = store(CASE, slots=tensor(slots))
+    slots[:-7] = -1
+    expected = inputs._replace(slot_mapping=slots)
+    assert_same_bytes(cache.numpy(), expected, layout=CASE.layout, codec=CASE.codec)
 
 
 def test_strides_of_the_inputs_do_not_matter():
@@ -104,3 +121,25 @@ def test_non_finite_numbers_stay_in_their_token(bad):
     ):
         assert torch.isfinite(after[0, at]).all()
         assert torch.equal(before[0, others], after[0, others])
+
+
+def test_autocast_and_matrix_precision_do_not_change_a_byte():
+    _, plain = store(CASE)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            _, cast = store(CASE)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(plain, cast)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_no_input_may_require_a_gradient(name):
+    inputs = make_store_inputs(CASE)
+    x = tensor(inputs.key).to(DTYPES[CASE.dtype]).requires_grad_()
+    with pytest.raises(ValueError, match=f"^{name}: requires a gradient"):
+        store(CASE, **{name: x})
+    with torch.no_grad():
+        store(CASE, **{name: x})
