@@ -27,18 +27,19 @@ BASELINE = "16 bit"
 PROMPT = "The best way to learn a language is"
 
 #: Largest perplexity on the default text with the default model (2048 tokens); the 16-bit cache
-#: must come within 0.5 % of its known figure.
+#: must come within 0.5 % of its known figure. The bounds leave room for what rounding alone changes:
+#: up to 3 % at 3 bit, from one machine or framework to another.
 KNOWN_BASELINE = 32.25
 PERPLEXITY_BOUNDS = {
-    "k8v8": 32.9, "k8v4": 33.5, "4bit_hq": 36.0, "4bit": 36.0, "k3v4": 41.0, "3bit_hq": 42.0,
-    "3bit": 42.0, "2bit_hq": 90.0, "2bit": 130.0,
+    "k8v8": 32.9, "k8v4": 33.7, "4bit_hq": 36.0, "4bit": 36.0, "k3v4": 43.0, "3bit_hq": 43.0,
+    "3bit": 43.0, "2bit_hq": 100.0, "2bit": 120.0,
 }  # fmt: skip
 #: Any other model or text: perplexity may grow by this factor over the 16-bit cache's.
 GROWTH_BOUNDS = {"k8v8": 1.1, "k8v4": 1.2, "4bit_hq": 2.0, "4bit": 2.0}
 #: Largest relative difference of perplexity between the frameworks. Packed caches amplify rounding:
 #: a coordinate on the edge of two codes falls to either side.
-AGREEMENT_BOUNDS = {BASELINE: 1e-3, "k8v8": 0.01, "k8v4": 0.015}
-AGREEMENT_BOUND = 0.03
+AGREEMENT_BOUNDS = {BASELINE: 1e-3, "k8v8": 0.01, "k8v4": 0.015, "4bit": 0.03, "4bit_hq": 0.03}
+AGREEMENT_BOUND = 0.06
 
 
 @dataclass
