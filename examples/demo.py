@@ -27,8 +27,8 @@ BASELINE = "16 bit"
 PROMPT = "The best way to learn a language is"
 
 #: Largest perplexity on the default text with the default model (2048 tokens); the 16-bit cache
-#: must come within 0.5 % of its known figure. The bounds leave room for what rounding alone changes:
-#: up to 3 % at 3 bit, from one machine or framework to another.
+#: must come within 0.5 % of its known figure. The bounds leave room for what rounding alone
+#: changes: up to 3 % at 3 bit, from one machine or framework to another.
 KNOWN_BASELINE = 32.25
 PERPLEXITY_BOUNDS = {
     "k8v8": 32.9, "k8v4": 33.7, "4bit_hq": 36.0, "4bit": 36.0, "k3v4": 43.0, "3bit_hq": 43.0,
