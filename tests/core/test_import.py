@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tq_core
+from tests.isolation import run_without
 
-ROOT = Path(__file__).parents[2]
-BLOCK = """
-import sys
-
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ImportError("blocked: " + name)
-
-sys.meta_path.insert(0, Block())
-"""
 FRAMEWORKS = ["torch", "jax", "jaxlib", "triton", "ml_dtypes", "scipy", "tq_torch", "tq_jax"]
 MODULES = sorted(
     f"tq_core.{p.stem}" for p in Path(tq_core.__file__).parent.glob("*.py") if p.stem != "__init__"
 )
 
 
-def run(code, blocked):
-    program = BLOCK.format(blocked=blocked) + code
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_the_block_blocks():
-    result = run("import triton", ["triton"])
+    result = run_without(["triton"], "import triton")
     assert result.returncode
     assert "blocked: triton" in result.stderr
 
 
 def test_import_without_any_framework():
     code = f"import tq_core, {', '.join(MODULES)}"
-    result = run(code, [*FRAMEWORKS, "safetensors"])
+    result = run_without([*FRAMEWORKS, "safetensors"], code)
     assert result.returncode == 0, result.stderr
 
 
@@ -57,7 +34,7 @@ loaded = {m for m in sys.modules if m.startswith("tq_core.kernels")}
 loaded |= {m for m in ("torch", "jax", "triton", "safetensors") if m in sys.modules}
 assert not loaded, loaded
 """
-    result = run(code, [])
+    result = run_without([], code)
     assert result.returncode == 0, result.stderr
 
 
@@ -76,7 +53,7 @@ out = reference.attention(
 )
 assert out.shape == (6, 2, 72) and np.isfinite(out).all()
 """
-    result = run(code, [*FRAMEWORKS, "safetensors"])
+    result = run_without([*FRAMEWORKS, "safetensors"], code)
     assert result.returncode == 0, result.stderr
 
 

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import doctest
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import tq_jax
+from tests.isolation import run_without
 from tq_jax import api
 
-ROOT = Path(__file__).parents[2]
-BLOCK = """
-import sys
-
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "tq_torch", "triton", "jax_triton"):
-            raise ImportError("blocked: " + name)
-
-sys.meta_path.insert(0, Block())
-"""
+OTHERS = ("torch", "tq_torch", "triton", "jax_triton")
 USE = """
 import jax.numpy as jnp, tq_jax
 from tq_core import CacheLayout, Codec, QuantConfig
@@ -34,32 +21,21 @@ tq_jax.store(kv, kv, tq_jax.empty_cache(layout, 1), slots, layout=layout, codec=
 """
 
 
-def run(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", BLOCK + code],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("name", ["torch", "tq_torch"])
 def test_the_block_blocks(name):
-    result = run(f"import {name}")
+    result = run_without(OTHERS, f"import {name}")
     assert f"blocked: {name}" in result.stderr
 
 
 def test_import_and_use_without_torch():
-    result = run(USE)
+    result = run_without(OTHERS, USE)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("code, fails", [("import tq_jax", False), (USE, True)])
 def test_import_starts_no_device(code, fails):
     """JAX has no such platform, and says so when it starts one."""
-    result = run(code, JAX_PLATFORMS="nowhere")
+    result = run_without(OTHERS, code, JAX_PLATFORMS="nowhere")
     assert bool(result.returncode) == fails, result.stderr
     assert ("nowhere" in result.stderr) == fails
 

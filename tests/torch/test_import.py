@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import doctest
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import tq_torch
+from tests.isolation import run_without
 from tq_torch import api
 
-ROOT = Path(__file__).parents[2]
-BLOCK = """
-import sys
-
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("jax", "jaxlib", "tq_jax", "jax_triton"):
-            raise ImportError("blocked: " + name)
-
-sys.meta_path.insert(0, Block())
-"""
+OTHERS = ("jax", "jaxlib", "tq_jax", "jax_triton")
 USE = """
 import torch, tq_torch
 from tq_core import CacheLayout, Codec, QuantConfig
@@ -33,19 +21,14 @@ tq_torch.store(kv, kv, tq_torch.empty_cache(layout, 1), slots, layout=layout, co
 """
 
 
-def run(code):
-    command = [sys.executable, "-W", "error", "-c", BLOCK + code]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize("name", ["jax", "tq_jax"])
 def test_the_block_blocks(name):
-    result = run(f"import {name}")
+    result = run_without(OTHERS, f"import {name}")
     assert f"blocked: {name}" in result.stderr
 
 
 def test_import_and_use_without_jax():
-    result = run(USE)
+    result = run_without(OTHERS, USE)
     assert result.returncode == 0, result.stderr
 
 
