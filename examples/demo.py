@@ -207,20 +207,27 @@ def plot(report: Report, framework: str, folder: Path) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for name, by_framework in report.results.items():
         result = by_framework[framework]
-        axes.plot(result.bytes_per_token / 1024, result.perplexity, "o")
+        point = (result.bytes_per_token / 1024, result.perplexity)
+        axes.plot(*point, "o")
+        left = name.endswith("_hq") or name == BASELINE  # neighbours' names must not overlap
         axes.annotate(
             name,
-            (result.bytes_per_token / 1024, result.perplexity),
+            point,
             textcoords="offset points",
-            xytext=(5, 5),
+            xytext=(-6 if left else 6, 5),
+            ha="right" if left else "left",
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.margins(0.12)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.FormatStrFormatter("%g"))
     axes.set_xlabel("KV cache, KiB a token")
     axes.set_ylabel("perplexity a token")
     axes.set_title(f"Perplexity against cache size ({framework})")
