@@ -68,10 +68,6 @@ def load_keys(
     ptr = (page_ptr + slot_at)[:, None]
     if UNIT == ELEMENT:
         return load_masked(ptr + offs_u[None, :], mask_u[None, :], MASKED)
-    elif UNIT == 3 and ELEMENT == 4:
-        low = load_masked(ptr + (offs_u * 3 // 4)[None, :], mask_u[None, :], MASKED)
-        high = load_masked(ptr + ((offs_u * 3 + 2) // 4)[None, :], mask_u[None, :], MASKED)
-        return _join_words(low, high, offs_u[None, :])
     else:
         offs = offs_u[None, :] * UNIT
         word = load_masked(ptr + offs, mask_u[None, :], MASKED).to(tl.int32)
