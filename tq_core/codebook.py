@@ -1,4 +1,4 @@
-"""Lloyd-Max codebooks of the normal distribution, computed once per width.
+"""Codebooks of the normal distribution: Lloyd-Max, and cubics close to it.
 
 Source: S. Lloyd, "Least squares quantization in PCM" (1982); J. Max (1960). A coordinate of a
 randomly rotated unit vector in D dimensions is close to N(0, 1/D), which is why one codebook per
@@ -97,11 +97,6 @@ def midpoints(centroids: np.ndarray) -> np.ndarray:
     return (centroids[1:] + centroids[:-1]) * centroids.dtype.type(0.5)
 
 
-def default_centroids(bits: int, head_dim: int) -> np.ndarray:
-    """Codebook of a coordinate of a rotated unit vector: float32 ``[2**bits]``, ascending."""
-    return (lloyd_max(bits) / math.sqrt(head_dim)).astype(np.float32)
-
-
 class Cubic(NamedTuple):
     """A codebook whose levels are a cubic in half precision, so that a GPU needs no table.
 
@@ -139,8 +134,10 @@ def cubic_levels(bits: int) -> np.ndarray:
     return levels
 
 
-def cubic_centroids(bits: int, head_dim: int) -> np.ndarray | None:
-    """The cubic codebook for ``head_dim``: float32 ``[2**bits]``, or None for this width."""
-    if bits not in CUBICS:
-        return None
-    return (cubic_levels(bits) * (CUBICS[bits].scale / math.sqrt(head_dim))).astype(np.float32)
+def default_centroids(bits: int, head_dim: int) -> np.ndarray:
+    """Codebook of a coordinate of a rotated unit vector: float32 ``[2**bits]``, ascending.
+
+    The cubic one where ``CUBICS`` has the width, else Lloyd-Max.
+    """
+    levels = cubic_levels(bits) * CUBICS[bits].scale if bits in CUBICS else lloyd_max(bits)
+    return (levels / math.sqrt(head_dim)).astype(np.float32)

@@ -41,7 +41,8 @@ class Codec:
         rotation: orthogonal ``[D, D]``, rows are the new axes. Default: signed Hadamard, or
             Haar-random where no Hadamard matrix of order D is constructible.
         centroids: ascending ``[2**key_bits]`` key codebook of a coordinate of a rotated unit
-            vector. Default: Lloyd-Max levels of N(0, 1/D). Refused for fp8 keys.
+            vector. Default: close to the Lloyd-Max levels of N(0, 1/D), see docs/format.md.
+            Refused for fp8 keys.
         key_scale: fp8 keys are divided by it before rounding; a positive number or ``[Hk]``.
             Default 1. Refused for codebook keys, which have a scale of their own.
         key_offset: mu ``[Hk, D]`` or ``[D]``, subtracted from keys first.

@@ -35,7 +35,7 @@ class QuantConfig:
     """Formats of keys and values. Hashable, so it can be a static argument of ``jax.jit``.
 
     Args:
-        key: ``"mse2"``, ``"mse3"``, ``"mse4"`` (rotated, Lloyd-Max codebook, one fp16 scale a
+        key: ``"mse2"``, ``"mse3"``, ``"mse4"`` (rotated, codebook, one fp16 scale a
             token and head) or ``"fp8"`` (e4m3fn, no rotation).
         value: ``"int2"``, ``"int3"``, ``"int4"``, ``"int8"`` (affine: fp16 scale and zero a token
             and head) or ``"mse2"``, ``"mse3"``, ``"mse4"`` (rotated, codebook, one scale).

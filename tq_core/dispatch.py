@@ -148,8 +148,9 @@ def cubic_of(centroids: np.ndarray | None, head_dim: int) -> tuple[float, ...]:
     if centroids is None:
         return ()
     bits = int(math.log2(len(centroids)))
-    levels = codebook.cubic_centroids(bits, head_dim)
-    if levels is None or not np.array_equal(centroids, levels):
+    if bits not in codebook.CUBICS:
+        return ()
+    if not np.array_equal(centroids, codebook.default_centroids(bits, head_dim)):
         return ()
     return codebook.CUBICS[bits].coefficients
 

@@ -74,29 +74,30 @@ def decode_asm(
             body.append(operation.format(shifted[key]))
         return shifted[key]
 
-    if kind == "poly":
-        for i, number in enumerate(coefficients):
-            body.append(f".reg .b32 c{i}; mov.b32 c{i}, {_half(number)};")
-    for p in range(codes):
-        source, place = _window(windows, bits * p, bits)
-        if kind == "int":
-            # A code keeps its place inside its byte: the reader divides by a power of two later.
-            source = shift(source, place // 8 * 8)
+    # Step by step over all codes: neighbouring instructions do not wait for each other.
+    places = [_window(windows, bits * p, bits) for p in range(codes)]
+    if kind == "int":
+        # A code keeps its place inside its byte: the reader divides by a power of two later.
+        for p, (source, place) in enumerate(places):
             mask = ((1 << bits) - 1) << place % 8
-            body.append(f"and.b32 ${p}, {source}, {_pair(mask)};")
-        elif kind == "fp8":
-            magnitude = shift(source, place - 7)
-            sign = shift(source, place - 8)
+            body.append(f"and.b32 ${p}, {shift(source, place // 8 * 8)}, {_pair(mask)};")
+    elif kind == "fp8":
+        for p, (source, place) in enumerate(places):
+            magnitude, sign = shift(source, place - 7), shift(source, place - 8)
             body.append(f".reg .b32 m{p}; and.b32 m{p}, {magnitude}, {_pair(0x3F80)};")
             body.append(f"lop3.b32 ${p}, {sign}, {_pair(0x8000)}, m{p}, 0xEA;")
-        else:
-            field = ((1 << bits) - 1) << (10 - bits)
+    else:
+        for i, number in enumerate(coefficients):
+            body.append(f".reg .b32 c{i}; mov.b32 c{i}, {_half(number)};")
+        field = _pair(((1 << bits) - 1) << (10 - bits))
+        for p, (source, place) in enumerate(places):
             source = shift(source, place - (10 - bits))
             body.append(f".reg .b32 t{p};")
-            body.append(f"lop3.b32 t{p}, {source}, {_pair(field)}, {_pair(0x3C00)}, 0xEA;")
-            body.append(f"fma.rn.f16x2 ${p}, t{p}, c0, c1;")
-            for i in range(2, len(coefficients)):
-                body.append(f"fma.rn.f16x2 ${p}, ${p}, t{p}, c{i};")
+            body.append(f"lop3.b32 t{p}, {source}, {field}, {_pair(0x3C00)}, 0xEA;")
+        for i in range(1, len(coefficients)):
+            for p in range(codes):
+                factor = "c0" if i == 1 else f"${p}"
+                body.append(f"fma.rn.f16x2 ${p}, t{p}, {factor}, c{i};")
     inputs = 1 if unit_bytes == 2 else 2
     constraints = ",".join(["=&r"] * codes + ["r"] * inputs)
     return "{ " + " ".join(lines + body) + " }", constraints

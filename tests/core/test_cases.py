@@ -231,14 +231,18 @@ def test_a_touched_skipped_slot_is_noticed(case):
 
 
 def test_a_code_at_an_edge_may_go_either_way():
-    """A rotated coordinate of 1e-9 beside the edge 0; the scale belongs to the codes stored."""
+    """A rotated coordinate beside an edge; the scale belongs to the codes stored."""
     case = CHECKED[0]
+    middle = 2 ** (case.config.key_bits - 1)
+    edge = midpoints(case.codec.centroids)[middle - 1]
     inputs, _ = stored(case)
     key = inputs.key.copy()
     rotated = key[20] @ case.codec.rotation.T
     differences = []
     for coordinate in (-1e-3, 1e-3, 1e-9):
-        rotated[0, 3] = coordinate
+        rotated[0, 3] = 0
+        norm = np.linalg.norm(rotated[0])
+        rotated[0, 3] = (edge + coordinate) * norm / np.sqrt(1 - (edge + coordinate) ** 2)
         key[20] = rotated @ case.codec.rotation
         variant = inputs._replace(key=key.copy())
         differences.append((variant, stored_with(case, variant)))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -119,12 +120,32 @@ def test_midpoints_keep_the_dtype():
     assert edges.tolist() == [-0.5, 2]
 
 
+@pytest.mark.parametrize("bits", codebook.CUBICS)
+def test_a_cubic_is_evaluated_in_half_precision(bits):
+    """Horner's scheme, each step one rounding, as a fused multiply-add of fp16 numbers does it."""
+    for code, level in enumerate(codebook.cubic_levels(bits)):
+        t = 1 + Fraction(code, 2**bits)
+        first, *rest = codebook.CUBICS[bits].coefficients
+        want = Fraction(first)
+        for coefficient in rest:
+            want = Fraction(float(np.float16(float(want * t + Fraction(coefficient)))))
+        assert level == want
+
+
+@pytest.mark.parametrize("bits, excess", [(2, 1e-4), (3, 1e-3), (4, 0.015)])
+def test_a_cubic_is_nearly_optimal(bits, excess):
+    levels = codebook.default_centroids(bits, 1).astype(np.float64)
+    assert (np.diff(levels) > 0).all()
+    best = codebook.expected_error(codebook.lloyd_max(bits))
+    assert best < codebook.expected_error(levels) < best * (1 + excess)
+
+
 @pytest.mark.parametrize("head_dim", [8, 72, 128, 576])
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
 def test_default_centroids(bits, head_dim):
     centroids = codebook.default_centroids(bits, head_dim)
     assert centroids.dtype == np.float32
-    np.testing.assert_allclose(
-        centroids * math.sqrt(head_dim), codebook.lloyd_max(bits), rtol=1e-6, atol=0
-    )
-    assert codebook.midpoints(centroids)[2 ** (bits - 1) - 1] == 0
+    want = codebook.lloyd_max(bits)
+    if bits in codebook.CUBICS:
+        want = codebook.cubic_levels(bits) * codebook.CUBICS[bits].scale
+    np.testing.assert_allclose(centroids * math.sqrt(head_dim), want, rtol=1e-6, atol=0)

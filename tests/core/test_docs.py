@@ -35,11 +35,15 @@ def test_the_table_of_presets(name):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_the_table_of_levels(bits):
-    (row,) = re.findall(rf"^\| {bits} \| ([0-9. ]+) \| ([0-9.]+) \|$", FORMAT, re.MULTILINE)
-    levels = codebook.lloyd_max(bits)[2 ** (bits - 1) :]
-    assert row[0].split() == [f"{level:.7f}" for level in levels]
-    assert float(row[1]) == pytest.approx(
+def test_the_table_of_cubics(bits):
+    pattern = rf"^\| {bits} \| ([-0-9. ]+) \| ([0-9. ]+) \| ([0-9.]+) \| ([0-9.]+) \|$"
+    (row,) = re.findall(pattern, FORMAT, re.MULTILINE)
+    cubic = codebook.CUBICS[bits]
+    assert [float(word) for word in row[0].split()] == list(cubic.coefficients)
+    assert float(row[1]) == pytest.approx(1 / cubic.scale, rel=1e-15)
+    levels = codebook.cubic_levels(bits) * cubic.scale
+    assert float(row[2]) == pytest.approx(codebook.expected_error(levels), rel=3e-4)
+    assert float(row[3]) == pytest.approx(
         codebook.expected_error(codebook.lloyd_max(bits)), rel=3e-4
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tq_core import CacheLayout, Codec, QuantConfig, codebook, dispatch
 from tq_core.dispatch import AttentionPlan, Device, Launch
 from tq_core.validation import ArraySpec, check_attention
@@ -14,15 +16,17 @@ DEVICES = {
 }
 
 
-def cubic_codec(config: QuantConfig, head_dim: int) -> Codec:
-    """A codec whose codebooks are the cubic ones."""
-    keys = config.key_is_codebook
-    values = config.value_is_codebook
+def table_codec(config: QuantConfig, head_dim: int) -> Codec:
+    """A codec whose codebooks need a table: Lloyd-Max levels."""
+
+    def levels(bits: int) -> np.ndarray:
+        return codebook.lloyd_max(bits) / np.sqrt(head_dim)
+
     return Codec(
         config,
         head_dim,
-        centroids=codebook.cubic_centroids(config.key_bits, head_dim) if keys else None,
-        value_centroids=codebook.cubic_centroids(config.value_bits, head_dim) if values else None,
+        centroids=levels(config.key_bits) if config.key_is_codebook else None,
+        value_centroids=levels(config.value_bits) if config.value_is_codebook else None,
     )
 
 
@@ -45,7 +49,7 @@ def attention_plan(
     """The plan of a decode (``query_len`` 1) or of equal chunks; features as in ``attention``."""
     config = QuantConfig.preset(preset)
     layout = CacheLayout(config, num_kv_heads, head_dim, page_size, order)
-    codec = cubic_codec(config, head_dim) if cubic else Codec(config, head_dim)
+    codec = Codec(config, head_dim) if cubic else table_codec(config, head_dim)
     heads, rows = num_kv_heads * group, num_seqs * query_len
     decode = query_len == 1
     features = dict(features or {})

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("triton", reason="kernels need triton")
 
 from tests.kernels.compiling import compile_launch, report
-from tests.kernels.plans import DEVICES, attention_plan, cubic_codec, launches
-from tq_core import CacheLayout, QuantConfig, dispatch, kernels
+from tests.kernels.plans import DEVICES, attention_plan, launches
+from tq_core import CacheLayout, Codec, QuantConfig, dispatch, kernels
 
 pytestmark = pytest.mark.skipif(kernels.interpreted(), reason="the kernels are interpreted")
 
@@ -66,7 +66,7 @@ def test_attention_of_every_preset(preset, shape, target):
 def test_store_and_dequantize(preset, order, target):
     config = QuantConfig.preset(preset)
     layout = CacheLayout(config, 8, 128, 16, order)
-    traits = dispatch.codec_traits(cubic_codec(config, 128))
+    traits = dispatch.codec_traits(Codec(config, 128))
     plan = dispatch.plan_store(
         100,
         layout,

@@ -67,8 +67,11 @@ def _tile(
     token = j * BLOCK_T + offs_t
     # A tile inside one page looks it up once; other tiles look up the page of each token.
     if PAGE_SIZE % BLOCK_T == 0:
-        page = tl.load(pages_ptr + (j * BLOCK_T) // PAGE_SIZE).to(tl.int64)
-        slot = (j * BLOCK_T) % PAGE_SIZE + offs_t
+        TILES: tl.constexpr = PAGE_SIZE // BLOCK_T
+        page = tl.load(pages_ptr + j // TILES).to(tl.int64)
+        slot = offs_t
+        if TILES > 1:
+            slot = (j % TILES) * BLOCK_T + offs_t
     else:
         place = token // PAGE_SIZE
         mask_page = (place >= first_token // PAGE_SIZE) & (token < end_token)
