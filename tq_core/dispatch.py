@@ -171,6 +171,11 @@ def table_array(centroids: np.ndarray | None, head_dim: int) -> np.ndarray:
     return table.astype(np.float16)
 
 
+def phase_array() -> np.ndarray:
+    """Bits of word j of 3-bit codes before its first whole code, ``j % 3``; int32 ``[64]``."""
+    return np.arange(64, dtype=np.int32) % 3
+
+
 def _query_bound(codec: Codec) -> np.ndarray:
     """Power of two by which each head's query matrix is divided so that its result fits fp16."""
     rows = np.abs(codec.query_matrix).sum(-1).max(-1)
@@ -243,10 +248,16 @@ def _reader_constexprs(
 ) -> dict[str, Any]:
     """How codes are read: units, elements, blocks, decoders."""
     dim, config = layout.head_dim, layout.config
-    key_unit = 3 if config.key == "mse3" and config.key_packing == "dense" else 2
-    key_codes = {"fp8": 2, "mse4": 4}.get(config.key, 8)
     key_strides = (page["PAGE_STRIDE"], page["KEY_HEAD_STRIDE"], page["KEY_SLOT_STRIDE"], align)
-    key_element = 1 if key_unit == 3 or any(n % 2 for n in key_strides) else 2
+    if config.key == "mse3" and config.key_packing == "dense":
+        words = dim % 32 == 0 and not any(n % 4 for n in key_strides)
+        key_unit = key_element = 4
+        if not words:
+            key_unit, key_element = 3, 1
+    else:
+        key_unit = 2
+        key_element = 1 if any(n % 2 for n in key_strides) else 2
+    key_codes = 11 if key_unit == 4 else {"fp8": 2, "mse4": 4}.get(config.key, 8)
 
     value_strides = (
         page["PAGE_STRIDE"],
@@ -256,18 +267,19 @@ def _reader_constexprs(
         align,
     )
     bits = config.value_bits
+    tail = page["VALUE_TAIL"]
     if bits == 3:
-        value_unit, value_element = 3, 4
+        words = dim % 32 == 0 and not any(n % 4 for n in (*value_strides, tail))
+        value_unit, value_element = 4 if words else 3, 4
     else:
         # The widest unit whose count of codes leaves the matrix unit's 16 rows full.
         wide = 32 // bits
         whole_words = layout.value_bytes % 4 == 0 and dim % wide == 0
         value_unit = 4 if wide <= 8 and dim // wide >= 16 and whole_words else 2
         value_element = value_unit
-    tail = page["VALUE_TAIL"]
     if any(n % value_element for n in (*value_strides, tail)):
         value_element = 1
-    value_codes = 8 * value_unit // bits
+    value_codes = 11 if bits == 3 and value_unit == 4 else 8 * value_unit // bits
     pair = page["META_PAIRS"] and not any(
         n % 4
         for n in (
@@ -282,6 +294,9 @@ def _reader_constexprs(
         if config.key_packing == "dense":
             key_asm = ptx.decode_asm(traits.key_kind, config.key_bits, key_unit, traits.key_cubic)
         value_asm = ptx.decode_asm(traits.value_kind, bits, value_unit, traits.value_cubic)
+    num_key, num_value = (
+        dim * 3 // 32 if codes == 11 else dim // codes for codes in (key_codes, value_codes)
+    )
     key_pair = layout.page_size % 2 == 0 and not any(
         n % 4 for n in (page["PAGE_STRIDE"], page["META_BASE"], page["META_HEAD_STRIDE"], align)
     )
@@ -307,8 +322,10 @@ def _reader_constexprs(
         "VALUE_ASM": value_asm[0],
         "VALUE_CONSTRAINTS": value_asm[1],
         "HEAD_DIM": dim,
-        "BLOCK_KEY": max(16, _pow2(dim // key_codes)),
-        "BLOCK_VALUE": max(16, _pow2(dim // value_codes)),
+        "NUM_KEY": num_key,
+        "NUM_VALUE": num_value,
+        "BLOCK_KEY": max(16, _pow2(num_key)),
+        "BLOCK_VALUE": max(16, _pow2(num_value)),
     }
 
 
@@ -383,7 +400,7 @@ def plan_attention(
     asm = device.kind == "cuda" and bool(over.get("asm", True))
     reader = _reader_constexprs(layout, page, traits, cache_align, asm)
     dim, heads, group = layout.head_dim, layout.num_kv_heads, call.group
-    wide = reader["BLOCK_VALUE"] * reader["VALUE_CODES"]
+    wide = max(16, _pow2(dim))
     columns = (1 if decode else max(call.max_query_len, 1)) * group
     block_n = over.get("block_n", min(max(8, _pow2(columns)), 64 if wide <= 128 else 16))
     size = block_n * wide

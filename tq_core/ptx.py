@@ -25,15 +25,18 @@ def _halves(unit_bytes: int, bits: int) -> tuple[list[str], dict[int, str], int]
     if unit_bytes == 2:
         codes = 16 // bits
         return [], {0: f"${codes}"}, codes
-    codes = unit_bytes * 8 // bits
+    straddle = bits == 3 and unit_bytes == 4
+    codes = 11 if straddle else unit_bytes * 8 // bits
     windows = {0: ("lo", "0x5410"), 16: ("hi", "0x7632")}
-    if unit_bytes == 3:
+    if bits == 3:
         windows[8] = ("mid", "0x6521")
     lines = [".reg .b32 " + ", ".join(name for name, _ in windows.values()) + ";"]
     lines += [
         f"prmt.b32 {name}, ${codes}, ${codes + 1}, {selector};"
         for name, selector in windows.values()
     ]
+    if straddle:
+        lines.append(f".reg .b32 tail; prmt.b32 tail, ${codes + 2}, ${codes + 3}, 0x5410;")
     return lines, {first: name for first, (name, _) in windows.items()}, codes
 
 
@@ -51,10 +54,11 @@ def decode_asm(
     Args:
         kind: ``"int"``, ``"fp8"`` or ``"poly"``.
         bits: width of a code.
-        unit_bytes: 2, 3 (3-bit codes) or 4.
+        unit_bytes: 2, 3 or 4; 3-bit codes take 3, or 4 for words and eleventh codes as
+            ``codes.align_words`` gives them.
         coefficients: of the cubic, highest power first; for ``"poly"``.
     """
-    fits = unit_bytes in (2, 4) if 8 % bits == 0 else unit_bytes == 3
+    fits = unit_bytes in (2, 4) if 8 % bits == 0 else unit_bytes in (3, 4)
     if kind not in ("int", "fp8", "poly") or not fits:
         return "", ""
     lines, windows, codes = _halves(unit_bytes, bits)
@@ -75,7 +79,10 @@ def decode_asm(
         return shifted[key]
 
     # Step by step over all codes: neighbouring instructions do not wait for each other.
-    places = [_window(windows, bits * p, bits) for p in range(codes)]
+    whole = min(codes, unit_bytes * 8 // bits)
+    places = [_window(windows, bits * p, bits) for p in range(whole)]
+    if codes > whole:
+        places.append(("tail", 6 if kind == "int" else 7))
     if kind == "int":
         # A code keeps its place inside its byte: the reader divides by a power of two later.
         for p, (source, place) in enumerate(places):
@@ -98,6 +105,6 @@ def decode_asm(
             for p in range(codes):
                 factor = "c0" if i == 1 else f"${p}"
                 body.append(f"fma.rn.f16x2 ${p}, t{p}, {factor}, c{i};")
-    inputs = 1 if unit_bytes == 2 else 2
+    inputs = 1 if unit_bytes == 2 else 4 if codes > whole else 2
     constraints = ",".join(["=&r"] * codes + ["r"] * inputs)
     return "{ " + " ".join(lines + body) + " }", constraints

@@ -56,6 +56,7 @@ class _Buffers:
         self.value_shift = nothing if shift is None else put(shift)
         self.key_table = put(dispatch.table_array(codec.centroids, dim))
         self.value_table = put(dispatch.table_array(codec.value_centroids, dim))
+        self.phase = put(dispatch.phase_array())
         self.key_levels = self.key_edges = self.value_levels = self.value_edges = nothing
         if codec.centroids is not None:
             self.key_levels = put(codec.centroids)
@@ -197,6 +198,7 @@ def attention(
         seq_lens if query_start_loc is None else query_start_loc,
         b.key_table,
         b.value_table,
+        b.phase,
         b.value_shift,
         sink_ptr,
         row_scale if alibi_slopes is None else alibi_slopes,

@@ -32,7 +32,9 @@ _FP32 = [
 ]  # fmt: skip
 _TYPES = {
     **dict.fromkeys(_FP32, "*fp32"),
-    **dict.fromkeys(("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr"), "*i32"),
+    **dict.fromkeys(
+        ("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr", "phase_ptr"), "*i32"
+    ),
     **dict.fromkeys(("key_table_ptr", "value_table_ptr"), "*fp16"),
     **dict.fromkeys(("key_ptr", "value_ptr", "key_out_ptr", "value_out_ptr"), "*bf16"),
     "cache_ptr": "*u8",

@@ -17,8 +17,11 @@ import triton
 import triton.language as tl
 
 from tq_core.kernels.codes import (
+    align_words,
+    coordinate,
     decode_units,
     half_to_float,
+    has_code,
     load_keys,
     load_masked,
     load_values,
@@ -41,7 +44,7 @@ def _exponent(half):
 @triton.jit
 def _tile(
     j, acc, m, l, z,
-    q, row_scale, row_const, slope, position,
+    q, row_scale, row_const, slope, position, key_phase, value_phase,
     cache_ptr, pages_ptr, key_table_ptr, value_table_ptr,
     head, first_token, end_token,
     MASKED: tl.constexpr,
@@ -59,8 +62,8 @@ def _tile(
     VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
     VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr,
     VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens: scores, online softmax, weighted values."""
     offs_t = tl.arange(0, BLOCK_T)
@@ -80,7 +83,6 @@ def _tile(
     mask_t = (token >= first_token) & (token < end_token)
 
     offs_u = tl.arange(0, BLOCK_KEY)
-    NUM_KEY: tl.constexpr = HEAD_DIM // KEY_CODES
     key_ptr = typed_ptr(cache_ptr, KEY_ELEMENT) + page * (PAGE_STRIDE // KEY_ELEMENT)
     key_at = head * (KEY_HEAD_STRIDE // KEY_ELEMENT) + slot * (KEY_SLOT_STRIDE // KEY_ELEMENT)
     unit = load_keys(
@@ -93,9 +95,13 @@ def _tile(
             cache_ptr + page * PAGE_STRIDE, byte_at, offs_u, offs_u < NUM_KEY, 1, 1,
             NUM_KEY != BLOCK_KEY,
         )  # fmt: skip
+    if KEY_CODES == 11:
+        extra = load_keys(
+            key_ptr, key_at, offs_u + 1, has_code(offs_u, 10, KEY_CODES, NUM_KEY), KEY_UNIT,
+            KEY_ELEMENT, True,
+        )  # fmt: skip
 
     offs_v = tl.arange(0, BLOCK_VALUE)
-    NUM_VALUE: tl.constexpr = HEAD_DIM // VALUE_CODES
     value_ptr = typed_ptr(cache_ptr, VALUE_ELEMENT) + page * (PAGE_STRIDE // VALUE_ELEMENT)
     if PAGE_SIZE % BLOCK_T != 0:
         value_ptr = value_ptr[None, :]
@@ -105,6 +111,14 @@ def _tile(
         NUM_VALUE != BLOCK_VALUE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
         PAGE_SIZE,
     )  # fmt: skip  # [BLOCK_VALUE, BLOCK_T]
+    value_extra = value_unit
+    if VALUE_CODES == 11:
+        value_extra = load_values(
+            value_ptr, VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT),
+            slot[None, :], offs_v[:, None] + 1,
+            has_code(offs_v, 10, VALUE_CODES, NUM_VALUE)[:, None], VALUE_UNIT, VALUE_ELEMENT,
+            True, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, PAGE_SIZE,
+        )  # fmt: skip
 
     meta_ptr = typed_ptr(cache_ptr, 2) + page * (PAGE_STRIDE // 2)
     meta_at = META_BASE // 2 + head * (META_HEAD_STRIDE // 2)
@@ -127,6 +141,8 @@ def _tile(
 
     value_scale = half_to_float(scale_bits)
 
+    if KEY_CODES == 11:
+        unit, extra = align_words(unit, extra, key_phase[None, :], KEY_KIND)
     k = decode_units(
         unit, extra, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, KEY_CUBIC,
         KEY_ASM, KEY_CONSTRAINTS,
@@ -178,8 +194,12 @@ def _tile(
     if VALUE_KIND == "int":
         z = z * decay + tl.sum(weight * value_zero[:, None], 0)
     scaled = (weight * value_scale[:, None]).to(tl.float16)
+    if VALUE_CODES == 11:
+        value_unit, value_extra = align_words(
+            value_unit, value_extra, value_phase[:, None], VALUE_KIND
+        )
     v = decode_units(
-        value_unit, value_unit, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES, False,
+        value_unit, value_extra, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES, False,
         VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
     )  # fmt: skip
     new = ()
@@ -191,7 +211,8 @@ def _tile(
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_stride"])
 def attention(
     query_ptr, row_scale_ptr, row_const_ptr, cache_ptr, block_table_ptr, seq_lens_ptr,
-    query_start_loc_ptr, key_table_ptr, value_table_ptr, value_shift_ptr, sinks_ptr, slopes_ptr,
+    query_start_loc_ptr, key_table_ptr, value_table_ptr, phase_ptr, value_shift_ptr, sinks_ptr,
+    slopes_ptr,
     out_ptr, lse_ptr,
     num_tokens, num_seqs, num_blocks, table_stride,
     NUM_SPLITS: tl.constexpr, DECODE: tl.constexpr, PARTIAL: tl.constexpr,
@@ -212,8 +233,9 @@ def attention(
     VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
     VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """One (block of query rows, KV head, KV split).
 
@@ -291,8 +313,8 @@ def attention(
     q = ()
     offs_u = tl.arange(0, BLOCK_KEY)
     for p in tl.static_range(KEY_CODES):
-        at = flat[None, :] * HEAD_DIM + (offs_u * KEY_CODES + p)[:, None]
-        mask_q = mask_n[None, :] & (offs_u < HEAD_DIM // KEY_CODES)[:, None]
+        at = flat[None, :] * HEAD_DIM + coordinate(offs_u, p, KEY_CODES)[:, None]
+        mask_q = mask_n[None, :] & has_code(offs_u, p, KEY_CODES, NUM_KEY)[:, None]
         q = q + (tl.load(query_ptr + at, mask=mask_q, other=0.0),)
     # From here on a score is in units of 1 / log2(e), or with a softcap in its own.
     UNIT: tl.constexpr = SCALE if SOFTCAP > 0 else SCALE * LOG2E
@@ -313,10 +335,16 @@ def attention(
     # A block of one position needs no mask of its own: the range of tokens says it all.
     ROW_CAUSAL: tl.constexpr = CAUSAL and not DECODE
     ROW_WINDOW: tl.constexpr = 0 if DECODE else WINDOW
+    key_phase = 0
+    if KEY_CODES == 11:
+        key_phase = tl.load(phase_ptr + offs_u)
+    value_phase = 0
+    if VALUE_CODES == 11:
+        value_phase = tl.load(phase_ptr + tl.arange(0, BLOCK_VALUE))
     pages_ptr = block_table_ptr + seq.to(tl.int64) * table_stride
     for j in range(whole_start, whole_stop):
         acc, m, l, z = _tile(
-            j, acc, m, l, z, q, row_scale, row_const, slope, position,
+            j, acc, m, l, z, q, row_scale, row_const, slope, position, key_phase, value_phase,
             cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
             False, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW, PAGE_SIZE, PAGE_STRIDE,
             KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE, VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE,
@@ -324,14 +352,14 @@ def attention(
             META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD, KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT,
             KEY_CODES, KEY_PLANAR, KEY_CUBIC, KEY_ASM, KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS,
             VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
-            HEAD_DIM, BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
+            HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
         )  # fmt: skip
     # The other tiles, masked: those before the whole ones, then those after.
     before = whole_start - start
     for i in range(before + stop - whole_stop):
         j = tl.where(i < before, start + i, whole_stop + i - before)
         acc, m, l, z = _tile(
-            j, acc, m, l, z, q, row_scale, row_const, slope, position,
+            j, acc, m, l, z, q, row_scale, row_const, slope, position, key_phase, value_phase,
             cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
             True, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW, PAGE_SIZE, PAGE_STRIDE,
             KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE, VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE,
@@ -339,16 +367,16 @@ def attention(
             META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD, KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT,
             KEY_CODES, KEY_PLANAR, KEY_CUBIC, KEY_ASM, KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS,
             VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
-            HEAD_DIM, BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
+            HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
         )  # fmt: skip
 
     offs_v = tl.arange(0, BLOCK_VALUE)
-    mask_out = mask_n[None, :] & (offs_v < HEAD_DIM // VALUE_CODES)[:, None]
+    mask_row = mask_n
     if PARTIAL:
         part = flat * NUM_SPLITS + split
         tl.store(lse_ptr + part * 2, m, mask=mask_n)
         tl.store(lse_ptr + part * 2 + 1, l, mask=mask_n)
-        mask_out = mask_out & (l != 0)[None, :]
+        mask_row = mask_row & (l != 0)
     else:
         total = l
         nothing = tl.full([BLOCK_N], float("-inf"), tl.float32)
@@ -366,7 +394,9 @@ def attention(
         tl.store(lse_ptr + flat, lse, mask=mask_n)
         norm = 1 / tl.where(total != 0, total, 1.0)
     for p in tl.static_range(VALUE_CODES):
-        offs_d = offs_v * VALUE_CODES + p
+        offs_d = coordinate(offs_v, p, VALUE_CODES)
+        mask_d = has_code(offs_v, p, VALUE_CODES, NUM_VALUE)
+        mask_out = mask_row[None, :] & mask_d[:, None]
         if VALUE_KIND == "int":
             o = acc[p] * (VALUE_FACTOR / 2 ** (VALUE_BITS * p % 8))
         else:
@@ -378,7 +408,7 @@ def attention(
             o = o + z[None, :]
         if HAS_VALUE_SHIFT:
             at = value_shift_ptr + head * SHIFT_STRIDE + offs_d
-            nu = tl.load(at, mask=offs_d < HEAD_DIM, other=0.0)
+            nu = tl.load(at, mask=mask_d, other=0.0)
             o = o + nu[:, None] * l[None, :]
         if PARTIAL:
             at = part[None, :] * HEAD_DIM + offs_d[:, None]

@@ -4,9 +4,14 @@ A *unit* is a run of 1 to 4 bytes that holds ``CODES`` whole codes; code p of un
 ``u * CODES + p``. Decoding a tile of units gives ``CODES`` tiles, one for each p, so that a dot
 over head_dim becomes ``CODES`` smaller dots and codes never move between lanes.
 
+3-bit codes that fill whole words are read by words instead: three words hold 32 codes, and word j
+begins ``j % 3`` bits before its first whole code. It yields ten whole codes and, but for every
+third word, an eleventh whose last bits are the next word's; code p is coordinate
+``32 * (j // 3) + 11 * (j % 3) + p``.
+
 What a decoded number means, by ``KIND``:
 
-* ``"int"``: code times ``2**(BITS * p % 8)`` as an fp16 subnormal, multiples of 2**-24;
+* ``"int"``: code p times ``2**(BITS * p % 8)`` as an fp16 subnormal, multiples of 2**-24;
 * ``"fp8"``: the e4m3fn number divided by 256, exact;
 * ``"poly"``: a cubic in half precision at ``1 + code / 2**BITS``; the codec declares its values as
   the centroids;
@@ -37,6 +42,39 @@ def load_masked(ptr, mask, MASKED: tl.constexpr):
         return tl.load(ptr, mask=mask, other=0)
     else:
         return tl.load(ptr)
+
+
+@triton.jit
+def coordinate(offs_u, p: tl.constexpr, CODES: tl.constexpr):
+    """Coordinate of code p of unit ``offs_u``."""
+    if CODES == 11:
+        return offs_u // 3 * 32 + offs_u % 3 * 11 + p
+    else:
+        return offs_u * CODES + p
+
+
+@triton.jit
+def has_code(offs_u, p: tl.constexpr, CODES: tl.constexpr, NUM_UNITS: tl.constexpr):
+    """Whether unit ``offs_u`` has a code p."""
+    if CODES == 11 and p == 10:
+        return (offs_u < NUM_UNITS) & (offs_u % 3 < 2)
+    else:
+        return offs_u < NUM_UNITS
+
+
+@triton.jit
+def align_words(word, following, phase, KIND: tl.constexpr):
+    """Words of 3-bit codes shifted to their first whole code, and the eleventh codes.
+
+    An eleventh code lies where decoding wants it, from bit 6 (``"int"``) or 7 on. ``phase`` is the
+    unit modulo 3, and comes from memory: only loads and what follows from them can be computed
+    where the matrix unit wants its operands.
+    """
+    AT: tl.constexpr = 6 if KIND == "int" else 7
+    phase = phase.to(tl.uint32, bitcast=True)
+    word = word.to(tl.uint32, bitcast=True) >> phase
+    tail = (word >> (30 - AT)) | (following.to(tl.uint32, bitcast=True) << (AT + 2 - phase))
+    return word.to(tl.int32, bitcast=True), tail.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -194,9 +232,14 @@ def decode_units(
     """Tuple of ``CODES`` fp16 tiles of the shape of ``unit``.
 
     ``PLANAR``: ``unit`` holds the low two bits of eight 3-bit codes, ``extra`` their high bits.
+    With 11 codes the two are the results of ``align_words``.
     """
     if ASM != "":
-        if CODES == 2:
+        if CODES == 11:
+            return tl.inline_asm_elementwise(
+                ASM, ASM_CONSTRAINTS, [unit, extra], (tl.float16,) * 11, is_pure=True, pack=2
+            )
+        elif CODES == 2:
             return tl.inline_asm_elementwise(
                 ASM, ASM_CONSTRAINTS, [unit], (tl.float16, tl.float16), is_pure=True, pack=2
             )
@@ -214,6 +257,8 @@ def decode_units(
         for p in tl.static_range(CODES):
             if PLANAR:
                 code = ((word >> (2 * p)) & 3) | (((extra.to(tl.int32) >> p) & 1) << 2)
+            elif p == 10:
+                code = (extra >> (6 if KIND == "int" else 7)) & 7
             else:
                 code = (word >> (BITS * p)) & ((1 << BITS) - 1)
             out = out + (decode_number(code, table_ptr, KIND, BITS, BITS * p % 8, CUBIC),)

@@ -4,8 +4,11 @@ import triton
 import triton.language as tl
 
 from tq_core.kernels.codes import (
+    align_words,
+    coordinate,
     decode_units,
     half_to_float,
+    has_code,
     load_keys,
     load_values,
     typed_ptr,
@@ -17,7 +20,8 @@ def _write(
     parts, scale, zero, shift_ptr, matrix_ptr, out_ptr, row_at, mask_t, live,
     FACTOR: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr,
     HAS_MATRIX: tl.constexpr, HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_O: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_UNITS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
     """Writes ``shift + M^-1 (scale * c + zero)`` of one tile of tokens, 0 where not ``live``."""
     offs_u = tl.arange(0, BLOCK_U)
@@ -28,7 +32,7 @@ def _write(
             wide = wide * (FACTOR / 2 ** (BITS * p % 8)) * scale[:, None] + zero[:, None]
         else:
             wide = wide * FACTOR * scale[:, None]
-        mask_x = live[:, None] & (offs_u * CODES + p < HEAD_DIM)[None, :]
+        mask_x = live[:, None] & has_code(offs_u, p, CODES, NUM_UNITS)[None, :]
         x = x + (tl.where(mask_x, wide, 0.0),)
     if HAS_MATRIX:
         for o in range(0, HEAD_DIM, BLOCK_O):
@@ -36,26 +40,26 @@ def _write(
             mask_o = offs_o < HEAD_DIM
             y = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
             for p in tl.static_range(CODES):
-                offs_d = offs_u * CODES + p
+                offs_d = coordinate(offs_u, p, CODES)
                 matrix = tl.load(
                     matrix_ptr + offs_d[:, None] * HEAD_DIM + offs_o[None, :],
-                    mask=(offs_d < HEAD_DIM)[:, None] & mask_o[None, :],
+                    mask=has_code(offs_u, p, CODES, NUM_UNITS)[:, None] & mask_o[None, :],
                     other=0.0,
                 )
                 y = tl.dot(x[p], matrix, y, input_precision=PRECISION)
-            _add_and_store(y, offs_o, shift_ptr, out_ptr, row_at, mask_t, live, HAS_SHIFT, HEAD_DIM)
+            _add_and_store(y, offs_o, mask_o, shift_ptr, out_ptr, row_at, mask_t, live, HAS_SHIFT)
     else:
         for p in tl.static_range(CODES):
-            offs_d = offs_u * CODES + p
             _add_and_store(
-                x[p], offs_d, shift_ptr, out_ptr, row_at, mask_t, live, HAS_SHIFT, HEAD_DIM
-            )
+                x[p], coordinate(offs_u, p, CODES), has_code(offs_u, p, CODES, NUM_UNITS),
+                shift_ptr, out_ptr, row_at, mask_t, live, HAS_SHIFT,
+            )  # fmt: skip
 
 
 @triton.jit
-def _add_and_store(y, offs, shift_ptr, out_ptr, row_at, mask_t, live, HAS_SHIFT: tl.constexpr,
-                   HEAD_DIM: tl.constexpr):  # fmt: skip
-    mask_d = offs < HEAD_DIM
+def _add_and_store(
+    y, offs, mask_d, shift_ptr, out_ptr, row_at, mask_t, live, HAS_SHIFT: tl.constexpr
+):
     if HAS_SHIFT:
         y = y + tl.load(shift_ptr + offs, mask=mask_d, other=0.0)[None, :]
         y = tl.where(live[:, None], y, 0.0)
@@ -90,8 +94,9 @@ def dequantize(
     VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
     VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     VALUE_CUBIC: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_O: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_O: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_T`` tokens of one sequence and head, to ``[B, capacity, Hk, D]`` twice."""
     pid = tl.program_id(0)
@@ -111,12 +116,16 @@ def dequantize(
     offs_u = tl.arange(0, BLOCK_KEY)
     key_ptr = typed_ptr(cache_ptr, KEY_ELEMENT) + page * (PAGE_STRIDE // KEY_ELEMENT)
     key_at = head * (KEY_HEAD_STRIDE // KEY_ELEMENT) + slot * (KEY_SLOT_STRIDE // KEY_ELEMENT)
-    mask_u = offs_u < HEAD_DIM // KEY_CODES
+    mask_u = offs_u < NUM_KEY
     unit = load_keys(key_ptr, key_at, offs_u, mask_u, KEY_UNIT, KEY_ELEMENT, True)
     extra = unit
     if KEY_PLANAR:
         byte_at = head * KEY_HEAD_STRIDE + slot * KEY_SLOT_STRIDE + HEAD_DIM // 4
         extra = load_keys(cache_ptr + page * PAGE_STRIDE, byte_at, offs_u, mask_u, 1, 1, True)
+    if KEY_CODES == 11:
+        mask_next = has_code(offs_u, 10, KEY_CODES, NUM_KEY)
+        extra = load_keys(key_ptr, key_at, offs_u + 1, mask_next, KEY_UNIT, KEY_ELEMENT, True)
+        unit, extra = align_words(unit, extra, (offs_u % 3)[None, :], KEY_KIND)
     keys = decode_units(
         unit, extra, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, KEY_CUBIC, "", ""
     )
@@ -127,7 +136,7 @@ def dequantize(
         keys, scale, scale, key_offset_ptr + head * KEY_OFFSET_STRIDE,
         key_matrix_ptr + head * KEY_MATRIX_STRIDE, key_out_ptr, row_at, mask_t, live,
         1.0, KEY_KIND, KEY_BITS, KEY_CODES, HAS_KEY_MATRIX, HAS_KEY_OFFSET,
-        PRECISION, HEAD_DIM, BLOCK_T, BLOCK_KEY, BLOCK_O,
+        PRECISION, HEAD_DIM, NUM_KEY, BLOCK_T, BLOCK_KEY, BLOCK_O,
     )  # fmt: skip
 
     offs_v = tl.arange(0, BLOCK_VALUE)
@@ -135,12 +144,23 @@ def dequantize(
     unit = load_values(
         value_ptr[:, None],
         VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT),
-        slot[:, None], offs_v[None, :], (offs_v < HEAD_DIM // VALUE_CODES)[None, :],
+        slot[:, None], offs_v[None, :], (offs_v < NUM_VALUE)[None, :],
         VALUE_UNIT, VALUE_ELEMENT, True, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE,
         VALUE_TAIL, PAGE_SIZE,
     )  # fmt: skip
+    extra = unit
+    if VALUE_CODES == 11:
+        extra = load_values(
+            value_ptr[:, None],
+            VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT),
+            slot[:, None], offs_v[None, :] + 1,
+            has_code(offs_v, 10, VALUE_CODES, NUM_VALUE)[None, :],
+            VALUE_UNIT, VALUE_ELEMENT, True, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE,
+            VALUE_TAIL, PAGE_SIZE,
+        )  # fmt: skip
+        unit, extra = align_words(unit, extra, (offs_v % 3)[None, :], VALUE_KIND)
     values = decode_units(
-        unit, unit, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES, False, VALUE_CUBIC, "", ""
+        unit, extra, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES, False, VALUE_CUBIC, "", ""
     )
     if META_PAIRS:
         scale_at = meta_at + META_VALUE // 2 + slot
@@ -156,5 +176,5 @@ def dequantize(
         values, scale, zero, value_offset_ptr + head * VALUE_OFFSET_STRIDE,
         value_matrix_ptr + head * VALUE_MATRIX_STRIDE, value_out_ptr, row_at, mask_t, live,
         VALUE_FACTOR, VALUE_KIND, VALUE_BITS, VALUE_CODES, HAS_VALUE_MATRIX, HAS_VALUE_OFFSET,
-        PRECISION, HEAD_DIM, BLOCK_T, BLOCK_VALUE, BLOCK_O,
+        PRECISION, HEAD_DIM, NUM_VALUE, BLOCK_T, BLOCK_VALUE, BLOCK_O,
     )  # fmt: skip
