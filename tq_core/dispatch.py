@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ from tq_core.layout import CacheLayout
 from tq_core.validation import AttentionCall
 
 MAX_SCRATCH_BYTES = 64 * 2**20
+MAX_SPLITS = 128
+#: Shared memory of an attention program besides its tiles: queries, layout changes, the driver's.
+_FIXED_SHARED = 4608
 #: Bound of a transformed query in fp16, see ``query_arrays``.
 _ROW_BOUND = 64.0
 
@@ -49,7 +52,6 @@ class Launch:
     constexprs: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -329,6 +331,15 @@ def _reader_constexprs(
     }
 
 
+def _token_bytes(reader: Mapping[str, Any]) -> int:
+    """Bytes of shared memory that a token of a tile takes, codes and scales."""
+    key, value = (
+        reader[f"BLOCK_{side}"] * reader[f"{side}_UNIT"] * (2 if reader[f"{side}_CODES"] == 11 else 1)
+        for side in ("KEY", "VALUE")
+    )
+    return int(key + value + 6)
+
+
 def _precision(device: Device) -> str:
     """How a dot of fp32 operands is done where the result need not match bit for bit."""
     return "tf32x3" if device.kind == "cuda" else "ieee"
@@ -342,7 +353,7 @@ def _launch(
 
 def _splits(programs: int, tiles: int, slots: int, row_bytes: int, rows: int) -> int:
     """KV splits whose last wave is full, as few as reach that."""
-    limit = max(1, min(64, tiles // 4, MAX_SCRATCH_BYTES // max(1, rows * row_bytes)))
+    limit = max(1, min(MAX_SPLITS, tiles // 4, MAX_SCRATCH_BYTES // max(1, rows * row_bytes)))
     best, best_cost = 1, math.inf
     for splits in range(1, limit + 1):
         waves = -(-programs * splits // slots)
@@ -392,7 +403,6 @@ def plan_attention(
         "num_stages",
         "num_splits",
         "asm",
-        "max_registers",
     }
     if unknown:
         raise ValueError(f"plan: unknown overrides {sorted(unknown)}")
@@ -408,11 +418,14 @@ def plan_attention(
         "num_warps", 1 if size <= 2048 else 2 if size <= 4096 else 4 if size <= 8192 else 8
     )
     block_t = over.get("block_t", 64 if wide <= 128 else 32 if wide <= 256 else 16)
-    stages = over.get("num_stages", 2)
-    # 12 programs of one warp fit a multiprocessor with 168 registers a thread, 8 without a limit.
-    # Decoding a codebook hides enough latency to be worth the limit; fp8 keys are not.
-    limited = warps == 1 and device.kind == "cuda" and traits.key_kind == "poly"
-    registers = over.get("max_registers", 168 if limited else None)
+    resident = max(1, 8 // warps)  # programs a multiprocessor has registers for
+    stages = over.get("num_stages")
+    if stages is None:
+        # Two look-ups, of a page and then of its bytes, take two stages each before a second tile
+        # is on its way. Where two tiles of all resident programs do not fit, one is better.
+        tile = block_t * _token_bytes(reader)
+        fits = resident * (2 * tile + _FIXED_SHARED) <= device.shared_memory
+        stages = 5 if fits else 2
     for name, value in (("block_n", block_n), ("block_t", block_t), ("num_warps", warps)):
         low = {"block_n": 8, "block_t": 16, "num_warps": 1}[name]
         if value != _pow2(value) or not low <= value <= 256:
@@ -430,7 +443,7 @@ def plan_attention(
     if call.sliding_window is not None and call.causal:
         span = min(span, call.sliding_window + -(-block_n // group))
     tiles = max(1, -(-span // block_t))
-    slots = device.num_sms * (12 if registers == 168 else max(1, 8 // warps))
+    slots = device.num_sms * resident
     splits = over.get("num_splits", call.num_kv_splits)
     if splits is None:
         splits = _splits(max(1, live_blocks * heads), tiles, slots, 4 * dim, rows)
@@ -532,10 +545,7 @@ def plan_attention(
         )
     return AttentionPlan(
         query=query,
-        attention=replace(
-            _launch("attention", num_blocks * heads * splits, constexprs, warps, stages),
-            max_registers=registers,
-        ),
+        attention=_launch("attention", num_blocks * heads * splits, constexprs, warps, stages),
         merge=merge,
         output=output,
         num_splits=splits,

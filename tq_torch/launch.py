@@ -80,7 +80,6 @@ def _run(launch: dispatch.Launch, *args: Any) -> None:
         **dict(launch.constexprs),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
     )
 
 

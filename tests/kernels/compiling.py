@@ -60,8 +60,6 @@ def compile_launch(launch: Launch, target: str, dtype: str = "bf16"):
         (i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"
     }
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    if launch.max_registers and target.startswith("sm_"):
-        options["maxnreg"] = launch.max_registers
     source = ASTSource(function, signature=signature, constexprs=constexprs, attrs=attrs)
     return triton.compile(source, target=TARGETS[target], options=options)
 

@@ -42,6 +42,12 @@ def _exponent(half):
 
 
 @triton.jit
+def _partial_sum(x):
+    """Sums of every eighth row, ``[T, N]`` to ``[8, N]``."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), 0)
+
+
+@triton.jit
 def _tile(
     j, acc, m, l, z,
     q, row_scale, row_const, slope, position, key_phase, value_phase,
@@ -68,72 +74,86 @@ def _tile(
     """One tile of tokens: scores, online softmax, weighted values."""
     offs_t = tl.arange(0, BLOCK_T)
     token = j * BLOCK_T + offs_t
-    # A tile inside one page looks it up once; other tiles look up the page of each token.
+    # A tile inside one page looks it up once; other tiles look up the page of each token. ``first``
+    # is the tile's first slot, apart so that what differs between lanes is known to the compiler.
+    first = 0
     if PAGE_SIZE % BLOCK_T == 0:
         TILES: tl.constexpr = PAGE_SIZE // BLOCK_T
         page = tl.load(pages_ptr + j // TILES).to(tl.int64)
         slot = offs_t
         if TILES > 1:
-            slot = (j % TILES) * BLOCK_T + offs_t
+            first = (j % TILES) * BLOCK_T
     else:
-        place = token // PAGE_SIZE
+        if BLOCK_T % PAGE_SIZE == 0:
+            place = j * (BLOCK_T // PAGE_SIZE) + offs_t // PAGE_SIZE
+            slot = offs_t % PAGE_SIZE
+        else:
+            place = token // PAGE_SIZE
+            slot = token % PAGE_SIZE
         mask_page = (place >= first_token // PAGE_SIZE) & (token < end_token)
         page = load_masked(pages_ptr + place, mask_page, MASKED).to(tl.int64)
-        slot = token % PAGE_SIZE
     mask_t = (token >= first_token) & (token < end_token)
 
     offs_u = tl.arange(0, BLOCK_KEY)
-    key_ptr = typed_ptr(cache_ptr, KEY_ELEMENT) + page * (PAGE_STRIDE // KEY_ELEMENT)
-    key_at = head * (KEY_HEAD_STRIDE // KEY_ELEMENT) + slot * (KEY_SLOT_STRIDE // KEY_ELEMENT)
+    key_at = head * (KEY_HEAD_STRIDE // KEY_ELEMENT) + first * (KEY_SLOT_STRIDE // KEY_ELEMENT)
+    key_ptr = typed_ptr(cache_ptr, KEY_ELEMENT) + key_at + page * (PAGE_STRIDE // KEY_ELEMENT)
+    key_slot = slot * (KEY_SLOT_STRIDE // KEY_ELEMENT)
     unit = load_keys(
-        key_ptr, key_at, offs_u, offs_u < NUM_KEY, KEY_UNIT, KEY_ELEMENT, NUM_KEY != BLOCK_KEY
+        key_ptr, key_slot, offs_u, offs_u < NUM_KEY, KEY_UNIT, KEY_ELEMENT, NUM_KEY != BLOCK_KEY
     )  # [BLOCK_T, BLOCK_KEY]
     extra = unit
     if KEY_PLANAR:
-        byte_at = head * KEY_HEAD_STRIDE + slot * KEY_SLOT_STRIDE + HEAD_DIM // 4
+        byte_at = head * KEY_HEAD_STRIDE + first * KEY_SLOT_STRIDE + HEAD_DIM // 4
         extra = load_keys(
-            cache_ptr + page * PAGE_STRIDE, byte_at, offs_u, offs_u < NUM_KEY, 1, 1,
-            NUM_KEY != BLOCK_KEY,
+            cache_ptr + byte_at + page * PAGE_STRIDE, slot * KEY_SLOT_STRIDE, offs_u,
+            offs_u < NUM_KEY, 1, 1, NUM_KEY != BLOCK_KEY,
         )  # fmt: skip
     if KEY_CODES == 11:
         extra = load_keys(
-            key_ptr, key_at, offs_u + 1, has_code(offs_u, 10, KEY_CODES, NUM_KEY), KEY_UNIT,
+            key_ptr, key_slot, offs_u + 1, has_code(offs_u, 10, KEY_CODES, NUM_KEY), KEY_UNIT,
             KEY_ELEMENT, True,
         )  # fmt: skip
 
     offs_v = tl.arange(0, BLOCK_VALUE)
-    value_ptr = typed_ptr(cache_ptr, VALUE_ELEMENT) + page * (PAGE_STRIDE // VALUE_ELEMENT)
+    value_at = VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT)
+    value_slot = slot
+    if VALUE_WORD_MAJOR and VALUE_TAIL > 0:
+        value_slot = slot + first
+    elif VALUE_WORD_MAJOR:
+        value_at += first * (4 // VALUE_ELEMENT)
+    else:
+        value_at += first * (VALUE_SLOT_STRIDE // VALUE_ELEMENT)
+    value_ptr = typed_ptr(cache_ptr, VALUE_ELEMENT) + value_at
+    value_ptr = value_ptr + page * (PAGE_STRIDE // VALUE_ELEMENT)
     if PAGE_SIZE % BLOCK_T != 0:
         value_ptr = value_ptr[None, :]
     value_unit = load_values(
-        value_ptr, VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT),
-        slot[None, :], offs_v[:, None], (offs_v < NUM_VALUE)[:, None], VALUE_UNIT, VALUE_ELEMENT,
-        NUM_VALUE != BLOCK_VALUE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
-        PAGE_SIZE,
+        value_ptr, value_slot[None, :], offs_v[:, None], (offs_v < NUM_VALUE)[:, None], VALUE_UNIT,
+        VALUE_ELEMENT, NUM_VALUE != BLOCK_VALUE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE,
+        VALUE_TAIL, PAGE_SIZE,
     )  # fmt: skip  # [BLOCK_VALUE, BLOCK_T]
     value_extra = value_unit
     if VALUE_CODES == 11:
         value_extra = load_values(
-            value_ptr, VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT),
-            slot[None, :], offs_v[:, None] + 1,
+            value_ptr, value_slot[None, :], offs_v[:, None] + 1,
             has_code(offs_v, 10, VALUE_CODES, NUM_VALUE)[:, None], VALUE_UNIT, VALUE_ELEMENT,
             True, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, PAGE_SIZE,
         )  # fmt: skip
 
-    meta_ptr = typed_ptr(cache_ptr, 2) + page * (PAGE_STRIDE // 2)
-    meta_at = META_BASE // 2 + head * (META_HEAD_STRIDE // 2)
+    meta_at = head * (META_HEAD_STRIDE // 2) + META_BASE // 2 + first
+    meta_ptr = typed_ptr(cache_ptr, 2) + meta_at + page * (PAGE_STRIDE // 2)
     if META_PAIR_LOAD:
-        pair_ptr = typed_ptr(cache_ptr, 4) + page * (PAGE_STRIDE // 4)
-        pair_at = (META_BASE + META_VALUE) // 4 + head * (META_HEAD_STRIDE // 4) + slot
-        pair = load_masked(pair_ptr + pair_at, mask_t, MASKED)
+        pair_at = (META_BASE + META_VALUE) // 4 + head * (META_HEAD_STRIDE // 4) + first
+        pair_ptr = typed_ptr(cache_ptr, 4) + pair_at + page * (PAGE_STRIDE // 4)
+        pair = load_masked(pair_ptr + slot, mask_t, MASKED)
         scale_bits = pair
         value_zero = half_to_float(pair >> 16)
     else:
         if META_PAIRS:
-            at = meta_at + META_VALUE // 2 + slot * 2
+            at = META_VALUE // 2 + first + slot * 2
             zero_at = at + 1
         else:
-            at = meta_at + META_VALUE // 2 + slot
+            at = META_VALUE // 2 + slot
             zero_at = at + PAGE_SIZE
         scale_bits = load_masked(meta_ptr + at, mask_t, MASKED).to(tl.int32)
         if VALUE_KIND == "int":
@@ -155,20 +175,27 @@ def _tile(
     else:
         if KEY_PAIR_LOAD:
             # Two tokens a load: four bytes are the least that can be fetched ahead of use.
-            even = j * BLOCK_T + 2 * tl.arange(0, BLOCK_T // 2)
+            offs_e = 2 * tl.arange(0, BLOCK_T // 2)
+            even = j * BLOCK_T + offs_e
             mask_even = (even >= first_token - 1) & (even < end_token)
-            pair_at = META_BASE // 4 + head * (META_HEAD_STRIDE // 4) + (even % PAGE_SIZE) // 2
             if PAGE_SIZE % BLOCK_T == 0:
                 even_page = page
+                even_slot = offs_e
             else:
-                mask_page = mask_even & (even // PAGE_SIZE >= first_token // PAGE_SIZE)
-                at = pages_ptr + even // PAGE_SIZE
-                even_page = load_masked(at, mask_page, MASKED).to(tl.int64)
-            pair_ptr = typed_ptr(cache_ptr, 4) + even_page * (PAGE_STRIDE // 4)
-            pair = load_masked(pair_ptr + pair_at, mask_even, MASKED)
+                if BLOCK_T % PAGE_SIZE == 0:
+                    place = j * (BLOCK_T // PAGE_SIZE) + offs_e // PAGE_SIZE
+                    even_slot = offs_e % PAGE_SIZE
+                else:
+                    place = even // PAGE_SIZE
+                    even_slot = even % PAGE_SIZE
+                mask_page = mask_even & (place >= first_token // PAGE_SIZE)
+                even_page = load_masked(pages_ptr + place, mask_page, MASKED).to(tl.int64)
+            pair_at = META_BASE // 4 + head * (META_HEAD_STRIDE // 4) + first // 2
+            pair_ptr = typed_ptr(cache_ptr, 4) + pair_at + even_page * (PAGE_STRIDE // 4)
+            pair = load_masked(pair_ptr + even_slot // 2, mask_even, MASKED)
             key_scale = tl.interleave(half_to_float(pair), half_to_float(pair >> 16))
         else:
-            key_scale = half_to_float(load_masked(meta_ptr + (meta_at + slot), mask_t, MASKED))
+            key_scale = half_to_float(load_masked(meta_ptr + slot, mask_t, MASKED))
         s = (s * key_scale[:, None]) * row_scale[None, :]
     if HAS_OFFSET:
         s = s + row_const[None, :]
@@ -190,9 +217,10 @@ def _tile(
     if MASKED:
         weight = tl.where(seen, weight, 0.0)
     decay = tl.exp2(m - m_new)
-    l = l * decay + tl.sum(weight, 0)
+    # One partial sum for each row of a matrix-unit tile: adding those up waits for the end.
+    l = l * decay[None, :] + _partial_sum(weight)
     if VALUE_KIND == "int":
-        z = z * decay + tl.sum(weight * value_zero[:, None], 0)
+        z = z * decay[None, :] + _partial_sum(weight * value_zero[:, None])
     scaled = (weight * value_scale[:, None]).to(tl.float16)
     if VALUE_CODES == 11:
         value_unit, value_extra = align_words(
@@ -327,8 +355,8 @@ def attention(
         slope = tl.load(slopes_ptr + query_head, mask=mask_n, other=0.0) * LOG2E
 
     m = tl.full([BLOCK_N], NEVER, tl.float32)
-    l = tl.zeros([BLOCK_N], tl.float32)
-    z = tl.zeros([BLOCK_N], tl.float32)
+    l = tl.zeros([8, BLOCK_N], tl.float32)
+    z = tl.zeros([8, BLOCK_N], tl.float32)
     acc = ()
     for _ in tl.static_range(VALUE_CODES):
         acc = acc + (tl.zeros([BLOCK_VALUE, BLOCK_N], tl.float32),)
@@ -370,6 +398,8 @@ def attention(
             HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
         )  # fmt: skip
 
+    l = tl.sum(l, 0)
+    z = tl.sum(z, 0)
     offs_v = tl.arange(0, BLOCK_VALUE)
     mask_row = mask_n
     if PARTIAL:

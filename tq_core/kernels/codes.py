@@ -146,7 +146,6 @@ def value_offset(
 @triton.jit
 def load_values(
     page_ptr,
-    head_at,
     slot,
     offs_u,
     mask,
@@ -159,28 +158,31 @@ def load_values(
     TAIL: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Value units; ``slot`` and ``offs_u`` lie on different axes and broadcast to the tile."""
+    """Value units; ``slot`` and ``offs_u`` lie on different axes and broadcast to the tile.
+
+    ``page_ptr`` points to the head's values in elements of ``ELEMENT`` bytes.
+    """
     if UNIT == 3 and ELEMENT == 4:
         first = offs_u * 3 // 4
         last = (offs_u * 3 + 2) // 4
         at = value_offset(first, slot, 4, SLOT_STRIDE, WORD_MAJOR, WHOLE, TAIL, PAGE_SIZE)
-        low = load_masked(page_ptr + (head_at + at), mask, MASKED)
+        low = load_masked(page_ptr + at, mask, MASKED)
         at = value_offset(last, slot, 4, SLOT_STRIDE, WORD_MAJOR, WHOLE, TAIL, PAGE_SIZE)
-        high = load_masked(page_ptr + (head_at + at), mask, MASKED)
+        high = load_masked(page_ptr + at, mask, MASKED)
         return _join_words(low, high, offs_u)
     COUNT: tl.constexpr = UNIT // ELEMENT
     offs = value_offset(
         offs_u * COUNT, slot, ELEMENT, SLOT_STRIDE, WORD_MAJOR, WHOLE, TAIL, PAGE_SIZE
     )
     if COUNT == 1:
-        return load_masked(page_ptr + (head_at + offs), mask, MASKED)
+        return load_masked(page_ptr + offs, mask, MASKED)
     else:
-        word = load_masked(page_ptr + (head_at + offs), mask, MASKED).to(tl.int32)
+        word = load_masked(page_ptr + offs, mask, MASKED).to(tl.int32)
         for i in tl.static_range(1, COUNT):
             offs = value_offset(
                 offs_u * COUNT + i, slot, ELEMENT, SLOT_STRIDE, WORD_MAJOR, WHOLE, TAIL, PAGE_SIZE
             )
-            byte = load_masked(page_ptr + (head_at + offs), mask, MASKED).to(tl.int32)
+            byte = load_masked(page_ptr + offs, mask, MASKED).to(tl.int32)
             word = word | (byte << (8 * i))
         return word.to(tl.uint16) if UNIT == 2 else word
 

@@ -140,20 +140,18 @@ def dequantize(
     )  # fmt: skip
 
     offs_v = tl.arange(0, BLOCK_VALUE)
-    value_ptr = typed_ptr(cache_ptr, VALUE_ELEMENT) + page * (PAGE_STRIDE // VALUE_ELEMENT)
+    value_at = VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT)
+    value_ptr = typed_ptr(cache_ptr, VALUE_ELEMENT) + value_at
+    value_ptr = value_ptr + page * (PAGE_STRIDE // VALUE_ELEMENT)
     unit = load_values(
-        value_ptr[:, None],
-        VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT),
-        slot[:, None], offs_v[None, :], (offs_v < NUM_VALUE)[None, :],
+        value_ptr[:, None], slot[:, None], offs_v[None, :], (offs_v < NUM_VALUE)[None, :],
         VALUE_UNIT, VALUE_ELEMENT, True, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE,
         VALUE_TAIL, PAGE_SIZE,
     )  # fmt: skip
     extra = unit
     if VALUE_CODES == 11:
         extra = load_values(
-            value_ptr[:, None],
-            VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT),
-            slot[:, None], offs_v[None, :] + 1,
+            value_ptr[:, None], slot[:, None], offs_v[None, :] + 1,
             has_code(offs_v, 10, VALUE_CODES, NUM_VALUE)[None, :],
             VALUE_UNIT, VALUE_ELEMENT, True, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE,
             VALUE_TAIL, PAGE_SIZE,
