@@ -6,6 +6,7 @@ import hashlib
 import os
 from functools import cached_property
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -26,6 +27,25 @@ _ARRAYS = (
     "key_transform",
     "value_transform",
 )
+
+
+#: Living codecs by digest.
+_LIVE: dict[str, list[ref[Codec]]] = {}
+
+
+def codec_of(digest: str) -> Codec:
+    """A living codec with this digest; compiled graphs hold nothing but the digest.
+
+    Raises:
+        LookupError: there is none any more.
+    """
+    for living in _LIVE.get(digest, ()):
+        if (codec := living()) is not None:
+            return codec
+    raise LookupError(
+        f"codec: no Codec with digest {digest[:12]} is alive in this process; keep the one that "
+        "a graph was compiled with"
+    )
 
 
 class Codec:
@@ -129,11 +149,20 @@ class Codec:
             raise ValueError(f"codec: expected arrays of one number of KV heads, got {heads}")
         self.num_kv_heads: int | None = next(iter(heads.values()), None)
         self.digest = self._digest()
+        self._register()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "digest" in self.__dict__:
             raise AttributeError(f"{name}: a Codec is immutable; make a new one")
         super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register()
+
+    def _register(self) -> None:
+        living = _LIVE.setdefault(self.digest, [])
+        living.append(ref(self, living.remove))
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{name}: a Codec is immutable")

@@ -16,7 +16,7 @@ import numpy as np
 from tq_core import codebook, ptx
 from tq_core.codec import Codec
 from tq_core.layout import CacheLayout
-from tq_core.validation import AttentionCall
+from tq_core.validation import MAX_KV_SPLITS, AttentionCall
 
 MAX_SCRATCH_BYTES = 64 * 2**20
 MAX_SPLITS = 128
@@ -331,10 +331,44 @@ def _reader_constexprs(
     }
 
 
+#: What a plan may be overridden with, and the least and largest value.
+_LIMITS = {
+    "block_n": (8, 256),
+    "block_t": (16, 256),
+    "num_warps": (1, 16),
+    "num_stages": (1, 8),
+    "num_splits": (1, MAX_KV_SPLITS),
+    "asm": (0, 1),
+}
+
+
+def _overrides(given: Mapping[str, int] | None) -> dict[str, int]:
+    """Checked overrides of a plan."""
+    over = dict(given or {})
+    if unknown := sorted(set(over) - set(_LIMITS)):
+        raise ValueError(f"plan: expected any of {sorted(_LIMITS)}, got {unknown}")
+    for name, value in over.items():
+        low, high = _LIMITS[name]
+        power = name in ("block_n", "block_t", "num_warps")
+        if not low <= value <= high or (power and value != _pow2(value)):
+            what = "a power of two" if power else "a number"
+            raise ValueError(
+                f"plan: expected {name} to be {what} from {low} to {high}, got {value}"
+            )
+    return over
+
+
+def _shared(reader: Mapping[str, Any], block_t: int, stages: int) -> int:
+    """Estimate of the shared memory of an attention program, in bytes."""
+    return max(1, (stages - 1) // 2) * block_t * _token_bytes(reader) + _FIXED_SHARED
+
+
 def _token_bytes(reader: Mapping[str, Any]) -> int:
     """Bytes of shared memory that a token of a tile takes, codes and scales."""
     key, value = (
-        reader[f"BLOCK_{side}"] * reader[f"{side}_UNIT"] * (2 if reader[f"{side}_CODES"] == 11 else 1)
+        reader[f"BLOCK_{side}"]
+        * reader[f"{side}_UNIT"]
+        * (2 if reader[f"{side}_CODES"] == 11 else 1)
         for side in ("KEY", "VALUE")
     )
     return int(key + value + 6)
@@ -390,48 +424,38 @@ def plan_attention(
         query_strides, out_strides: of ``[N, Hq, D]`` in elements.
         cache_align: a power of two that divides the cache's address.
         has_sinks, has_alibi: whether these arrays are given.
-        overrides: any of ``block_n``, ``block_t``, ``num_warps``, ``num_stages``, ``num_splits``.
+        overrides: any of ``block_n`` (query columns a program), ``block_t`` (tokens a tile),
+            ``num_warps``, ``num_stages``, ``num_splits`` and ``asm`` (0: no inline PTX).
 
     Raises:
         ValueError: an override that no kernel can run.
     """
-    over = dict(overrides or {})
-    unknown = set(over) - {
-        "block_n",
-        "block_t",
-        "num_warps",
-        "num_stages",
-        "num_splits",
-        "asm",
-    }
-    if unknown:
-        raise ValueError(f"plan: unknown overrides {sorted(unknown)}")
+    over = _overrides(overrides)
     page = _page_constexprs(layout, page_stride)
     asm = device.kind == "cuda" and bool(over.get("asm", True))
     reader = _reader_constexprs(layout, page, traits, cache_align, asm)
     dim, heads, group = layout.head_dim, layout.num_kv_heads, call.group
+    limit = device.shared_memory
     wide = max(16, _pow2(dim))
     columns = (1 if decode else max(call.max_query_len, 1)) * group
-    block_n = over.get("block_n", min(max(8, _pow2(columns)), 64 if wide <= 128 else 16))
+    block_n = over.get("block_n", min(max(8, _pow2(columns)), 32 if wide <= 128 else 16))
     size = block_n * wide
     warps = over.get(
         "num_warps", 1 if size <= 2048 else 2 if size <= 4096 else 4 if size <= 8192 else 8
     )
-    block_t = over.get("block_t", 64 if wide <= 128 else 32 if wide <= 256 else 16)
     resident = max(1, 8 // warps)  # programs a multiprocessor has registers for
-    stages = over.get("num_stages")
-    if stages is None:
-        # Two look-ups, of a page and then of its bytes, take two stages each before a second tile
-        # is on its way. Where two tiles of all resident programs do not fit, one is better.
-        tile = block_t * _token_bytes(reader)
-        fits = resident * (2 * tile + _FIXED_SHARED) <= device.shared_memory
-        stages = 5 if fits else 2
-    for name, value in (("block_n", block_n), ("block_t", block_t), ("num_warps", warps)):
-        low = {"block_n": 8, "block_t": 16, "num_warps": 1}[name]
-        if value != _pow2(value) or not low <= value <= 256:
-            raise ValueError(f"plan: {name} must be a power of two from {low} to 256, got {value}")
-    if not 1 <= stages <= 8:
-        raise ValueError(f"plan: num_stages must be 1 to 8, got {stages}")
+    block_t = over.get("block_t", 64 if wide <= 128 else 32 if wide <= 256 else 16)
+    while "block_t" not in over and block_t > 16 and _shared(reader, block_t, 2) > limit:
+        block_t //= 2
+    # Two look-ups, of a page and then of its bytes, take two stages each before a second tile is
+    # on its way. Where two tiles of all resident programs do not fit, one is better.
+    deep = resident * _shared(reader, block_t, 5) <= limit
+    stages = over.get("num_stages", 5 if deep else 2)
+    if (shared := _shared(reader, block_t, stages)) > limit:
+        raise ValueError(
+            f"plan: block_t={block_t} and num_stages={stages} need about {shared} bytes of shared "
+            f"memory, a program has {limit} here"
+        )
 
     if decode:
         num_blocks = call.num_seqs * -(-group // block_n)

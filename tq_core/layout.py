@@ -32,6 +32,9 @@ class CacheLayout:
         value_head_dim: must equal ``head_dim``; it is here so that a model with two head
             dimensions is refused with a reason.
 
+    Attributes:
+        descriptor: all arguments in one line of text, for places that hold no objects.
+
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a size out of range, or an unknown order.
@@ -48,6 +51,7 @@ class CacheLayout:
     page_size: int
     order: str | None = None
     value_head_dim: int | None = field(default=None, repr=False)
+    descriptor: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, QuantConfig):
@@ -73,6 +77,24 @@ class CacheLayout:
         order = DEFAULT_ORDER if self.order is None else self.order
         _one_of("order", order, ORDERS)
         object.__setattr__(self, "order", order)
+        c = self.config
+        fields = (c.key, c.value, int(c.norm_correction), c.key_packing, self.num_kv_heads)
+        words = (*fields, self.head_dim, self.page_size, order)
+        object.__setattr__(self, "descriptor", " ".join(map(str, words)))
+
+    @classmethod
+    def from_descriptor(cls, descriptor: str) -> CacheLayout:
+        """The layout with this ``descriptor``.
+
+        Raises:
+            ValueError: it is not the descriptor of a layout.
+        """
+        try:
+            key, value, correction, packing, heads, dim, size, order = descriptor.split(" ")
+            config = QuantConfig(key, value, {"0": False, "1": True}[correction], packing)
+            return cls(config, int(heads), int(dim), int(size), order)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"descriptor: {descriptor!r} is not one of a layout") from error
 
     @property
     def key_bytes(self) -> int:

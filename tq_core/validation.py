@@ -156,23 +156,16 @@ def check_attention(
     if out is not None:
         _dtype("out", out, (query.dtype,))
         _shape("out", out, query.shape, "that of query")
-    _flag("causal", causal)
-    if scale is not None:
-        _number("scale", scale)
-    if sliding_window is not None:
-        _integer("sliding_window", sliding_window, 1, hint="None means no window")
-    if softcap is not None:
-        _number("softcap", softcap, positive=True)
-    if max_query_len is not None:
-        _integer("max_query_len", max_query_len, 0)
-    if max_seq_len is not None:
-        _integer("max_seq_len", max_seq_len, 0)
-    if num_kv_splits is not None:
-        _integer("num_kv_splits", num_kv_splits, 1, MAX_KV_SPLITS)
-    if decode and max_query_len not in (None, 1):
-        raise ValueError(
-            f"max_query_len: decode_attention has one query row a sequence, got {max_query_len}"
-        )
+    check_options(
+        decode=decode,
+        scale=scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        num_kv_splits=num_kv_splits,
+    )
     _devices(
         query=query,
         cache=cache,
@@ -199,6 +192,37 @@ def check_attention(
         max_seq_len=capacity if max_seq_len is None else min(int(max_seq_len), capacity),
         num_kv_splits=None if num_kv_splits is None else int(num_kv_splits),
     )
+
+
+def check_options(
+    *,
+    decode: bool,
+    scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    num_kv_splits: int | None = None,
+) -> None:
+    """Arguments of ``attention`` that are no arrays."""
+    _flag("causal", causal)
+    if scale is not None:
+        _number("scale", scale)
+    if sliding_window is not None:
+        _integer("sliding_window", sliding_window, 1, hint="None means no window")
+    if softcap is not None:
+        _number("softcap", softcap, positive=True)
+    if max_query_len is not None:
+        _integer("max_query_len", max_query_len, 0)
+    if max_seq_len is not None:
+        _integer("max_seq_len", max_seq_len, 0)
+    if num_kv_splits is not None:
+        _integer("num_kv_splits", num_kv_splits, 1, MAX_KV_SPLITS)
+    if decode and max_query_len not in (None, 1):
+        raise ValueError(
+            f"max_query_len: decode_attention has one query row a sequence, got {max_query_len}"
+        )
 
 
 def check_table(

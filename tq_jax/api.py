@@ -461,7 +461,9 @@ def _check_page(layout: CacheLayout) -> None:
 
 def _backend(name: str | None, layout: CacheLayout, cache: Any) -> Any:
     """The module that implements the backend called ``name``."""
-    return {"native": native}[choose_backend(layout, backend=name, target=_target(cache))]
+    return {"native": native}[
+        choose_backend(layout, backend=name, target=_target(cache), framework="jax")
+    ]
 
 
 def _target(array: Any) -> str:

@@ -1,7 +1,8 @@
-"""The public functions: check the arguments, choose a backend, call it."""
+"""The public functions. Shapes, devices and backends are checked in the operators they call."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,15 +10,9 @@ from torch import Tensor
 
 from tq_core.codec import Codec
 from tq_core.layout import CacheLayout
-from tq_core.support import choose_backend
-from tq_core.validation import (
-    ArraySpec,
-    check_attention,
-    check_dequantize,
-    check_merge,
-    check_store,
-)
-from tq_torch import native
+from tq_core.support import BACKENDS
+from tq_core.validation import check_codec, check_merge, check_options
+from tq_torch import native, ops
 
 
 def empty_cache(
@@ -66,7 +61,7 @@ def store(
     """Quantises keys and values and writes them into the cache, in place.
 
     NaN is stored as 0 and infinities saturate, so no reader ever meets them. Where two rows have
-    one slot, the later row is stored.
+    one slot, ``"native"`` stores the later row; the kernels may store parts of both.
 
     Args:
         key: ``[N, Hk, D]`` in fp16, bf16 or fp32, after RoPE; any strides.
@@ -95,14 +90,16 @@ def store(
     Source: TurboQuant, arXiv 2504.19874, section 3.
     """
     _check_tensors(key=key, value=value, cache=cache, slot_mapping=slot_mapping)
-    check_store(
-        _spec(key), _spec(value), _spec(cache), _spec(slot_mapping), layout=layout, codec=codec
+    check_codec(layout, codec)
+    torch.ops.tq.store(
+        key,
+        value,
+        cache,
+        slot_mapping,
+        layout=layout.descriptor,
+        codec=codec.digest,
+        backend=_name_of_backend(backend),
     )
-    _check_no_overlap("cache", cache, layout.page_bytes)
-    if cache.device.type == "cpu":
-        _check_slots(slot_mapping, cache.shape[0] * layout.page_size)
-    backend_module = _backend(layout, backend, cache.device)
-    backend_module.store(key, value, cache, slot_mapping, layout=layout, codec=codec)
 
 
 def attention(
@@ -126,6 +123,7 @@ def attention(
     num_kv_splits: int | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
+    plan: Mapping[str, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed query rows over the packed cache; for inference.
 
@@ -157,6 +155,8 @@ def attention(
         num_kv_splits: parts a sequence is cut into by kernels; ``"native"`` has no use for it.
         out: ``[N, Hq, D]`` in the query's dtype to write into, any strides. Default: a new one.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
+        plan: overrides of the launch plan for tests and benchmarks, see
+            ``tq_core.dispatch.plan_attention``; an impossible one raises.
 
     Returns:
         ``[N, Hq, D]`` in the query's dtype (``out`` if given); with ``return_lse`` also the
@@ -210,6 +210,7 @@ def attention(
         num_kv_splits=num_kv_splits,
         out=out,
         backend=backend,
+        plan=plan,
     )
 
 
@@ -233,6 +234,7 @@ def decode_attention(
     num_kv_splits: int | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
+    plan: Mapping[str, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` with one query row a sequence, the last of its tokens.
 
@@ -255,6 +257,8 @@ def decode_attention(
         num_kv_splits: parts a sequence is cut into by kernels; ``"native"`` has no use for it.
         out: ``[B, Hq, D]`` in the query's dtype to write into, any strides. Default: a new one.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
+        plan: overrides of the launch plan for tests and benchmarks, see
+            ``tq_core.dispatch.plan_attention``; an impossible one raises.
 
     Returns:
         ``[B, Hq, D]`` in the query's dtype; with ``return_lse`` also the natural-log LSE, fp32
@@ -296,6 +300,7 @@ def decode_attention(
         num_kv_splits=num_kv_splits,
         out=out,
         backend=backend,
+        plan=plan,
     )
 
 
@@ -345,20 +350,17 @@ def dequantize(
     _check_tensors(cache=cache, block_table=block_table, seq_lens=seq_lens)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
-    check_dequantize(
-        _spec(cache),
-        _spec(block_table),
-        _spec(seq_lens),
-        layout=layout,
-        codec=codec,
-        dtype=_name(dtype),
+    check_codec(layout, codec)
+    keys, values = torch.ops.tq.dequantize(
+        cache,
+        block_table,
+        seq_lens,
+        layout=layout.descriptor,
+        codec=codec.digest,
+        dtype=dtype,
+        backend=_name_of_backend(backend),
     )
-    if cache.device.type == "cpu":
-        first = torch.zeros_like(seq_lens)
-        _check_pages(block_table, seq_lens, first, cache.shape[0], layout.page_size)
-    return _backend(layout, backend, cache.device).dequantize(
-        cache, block_table, seq_lens, layout=layout, codec=codec, dtype=dtype
-    )
+    return keys, values
 
 
 def merge_attention_states(
@@ -389,7 +391,7 @@ def merge_attention_states(
     Source: FlashInfer, arXiv 2501.01005, section 2.2.
     """
     _check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    check_merge(_spec(out_a), _spec(lse_a), _spec(out_b), _spec(lse_b))
+    check_merge(ops.spec(out_a), ops.spec(lse_a), ops.spec(out_b), ops.spec(lse_b))
     return native.merge_attention_states(out_a, lse_a, out_b, lse_b)
 
 
@@ -407,6 +409,7 @@ def _attention(
     return_lse: bool,
     out: Tensor | None,
     backend: str | None,
+    plan: Mapping[str, int] | None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     _check_tensors(query=query, cache=cache, block_table=block_table, seq_lens=seq_lens)
@@ -414,62 +417,34 @@ def _attention(
     _check_tensors(**{name: t for name, t in optional.items() if t is not None})
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: expected a bool, got {return_lse!r}")
-    call = check_attention(
-        _spec(query),
-        _spec(cache),
-        _spec(block_table),
-        _spec(seq_lens),
-        None if query_start_loc is None else _spec(query_start_loc),
-        layout=layout,
-        codec=codec,
-        sinks=None if sinks is None else _spec(sinks),
-        alibi_slopes=None if alibi_slopes is None else _spec(alibi_slopes),
-        out=None if out is None else _spec(out),
-        **options,
-    )
-    if out is not None:
-        _check_no_overlap("out", out)
-    if query.device.type == "cpu":
-        rows = torch.ones_like(seq_lens)
-        if query_start_loc is not None:
-            _check_rows(query_start_loc, call.num_tokens)
-            rows = query_start_loc.diff()
-        first = torch.where(rows > 0, 0, seq_lens)
-        if call.sliding_window is not None:
-            first = torch.maximum(first, seq_lens - rows - min(call.sliding_window, 2**30) + 1)
-        _check_pages(block_table, seq_lens, first, cache.shape[0], layout.page_size)
-    backend_module = _backend(layout, backend, query.device)
+    check_codec(layout, codec)
+    check_options(decode=query_start_loc is None, **options)
+    if plan is not None and not isinstance(plan, Mapping):
+        raise TypeError(f"plan: expected a mapping of names to ints or None, got {plan!r}")
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = backend_module.attention(
+    lse = torch.ops.tq.attention(
         query,
         cache,
         block_table,
         seq_lens,
         query_start_loc,
         out,
-        call=call,
-        layout=layout,
-        codec=codec,
+        layout=layout.descriptor,
+        codec=codec.digest,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        plan=ops.plan_key(plan),
+        backend=_name_of_backend(backend),
+        **options,
     )
     return (out, lse) if return_lse else out
 
 
-def _backend(layout: CacheLayout, backend: str | None, device: torch.device) -> Any:
-    """The module that implements the chosen backend."""
-    target = "hip" if device.type == "cuda" and torch.version.hip else device.type
-    name = choose_backend(layout, backend=backend, target=target)
-    return {"native": native}[name]
-
-
-def _spec(x: Tensor) -> ArraySpec:
-    return ArraySpec(tuple(x.shape), _name(x.dtype), x.stride(), str(x.device))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name_of_backend(backend: str | None) -> str | None:
+    if backend is not None and not isinstance(backend, str):
+        raise ValueError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
+    return backend
 
 
 def _check_tensors(**tensors: Any) -> None:
@@ -483,64 +458,3 @@ def _check_tensors(**tensors: Any) -> None:
                 f"{name}: requires a gradient, and tq is for inference only; call it under "
                 f"torch.no_grad() or pass {name}.detach()"
             )
-
-
-def _check_no_overlap(name: str, x: Tensor, unit: int = 1) -> None:
-    """The elements written to are distinct; ``unit`` elements of the first dimension are dense."""
-    dims = [(x.stride(0), x.shape[0])] if unit > 1 else zip(x.stride(), x.shape, strict=True)
-    extent = unit
-    for stride, size in sorted(d for d in dims if d[1] > 1):
-        if stride < extent:
-            raise ValueError(
-                f"{name}: expected memory of its own for every element, since it is written to, "
-                f"got shape {tuple(x.shape)} with strides {x.stride()}"
-            )
-        extent = stride * (size - 1) + extent
-
-
-# On the CPU the contents of index tensors are checked too: reading them costs no wait there.
-
-
-def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
-    if slot_mapping.numel() and int(slot_mapping.max()) >= num_slots:
-        index = int(slot_mapping.argmax())
-        raise ValueError(
-            f"slot_mapping: expected slots below {num_slots} (num_pages * page_size) or negative "
-            f"ones, got {int(slot_mapping[index])} at index {index}"
-        )
-
-
-def _check_rows(query_start_loc: Tensor, num_tokens: int) -> None:
-    if bool((query_start_loc.diff() < 0).any()):
-        raise ValueError(f"query_start_loc: expected ascending, got {query_start_loc.tolist()}")
-    first, last = int(query_start_loc[0]), int(query_start_loc[-1])
-    if first < 0 or last > num_tokens:
-        raise ValueError(
-            f"query_start_loc: expected rows in [0, {num_tokens}], the rows of query, got "
-            f"[{first}, {last}]"
-        )
-
-
-def _check_pages(
-    block_table: Tensor, seq_lens: Tensor, first: Tensor, num_pages: int, page_size: int
-) -> None:
-    """Tokens ``first[b] <= j < seq_lens[b]`` lie on pages that the table and the cache have."""
-    if not seq_lens.numel():
-        return
-    capacity = block_table.shape[1] * page_size
-    if int(seq_lens.max()) > capacity:
-        index = int(seq_lens.argmax())
-        raise ValueError(
-            f"seq_lens: expected at most {capacity} tokens (max_pages * page_size of block_table), "
-            f"got {int(seq_lens[index])} for sequence {index}"
-        )
-    start = torch.arange(block_table.shape[1], dtype=torch.int64) * page_size
-    used = (start < seq_lens[:, None]) & (start + page_size > first[:, None])
-    wrong = used & ((block_table < 0) | (block_table >= num_pages))
-    if bool(wrong.any()):
-        sequence, number = (int(i) for i in wrong.nonzero()[0])
-        raise ValueError(
-            f"block_table: expected a page from 0 to {num_pages - 1} for page {number} of sequence "
-            f"{sequence}, which has {int(seq_lens[sequence])} tokens, got "
-            f"{int(block_table[sequence, number])}"
-        )

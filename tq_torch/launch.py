@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -13,6 +13,9 @@ from tq_core.codebook import midpoints
 from tq_core.codec import Codec
 from tq_core.layout import CacheLayout
 from tq_core.validation import AttentionCall
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @lru_cache(maxsize=16)
@@ -68,7 +71,27 @@ class _Buffers:
 
 @lru_cache(maxsize=256)
 def _buffers(codec: Codec, device: torch.device) -> _Buffers:
-    return _Buffers(codec, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"codec: its constants are not on {device} yet and cannot be copied there while a CUDA "
+            "graph is captured; make one call with this codec before the capture"
+        )
+    with torch.inference_mode(False):
+        return _Buffers(codec, device)
+
+
+def _on_its_device(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes the device of the first argument the current one: that is where launches go."""
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        device = args[0].device  # type: ignore[attr-defined]
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(*args, **kwargs)
+        with torch.cuda.device(device):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _run(launch: dispatch.Launch, *args: Any) -> None:
@@ -84,9 +107,25 @@ def _run(launch: dispatch.Launch, *args: Any) -> None:
 
 
 def _align(tensor: torch.Tensor) -> int:
+    """The largest power of two up to 16 that divides the tensor's address."""
     return min(16, tensor.data_ptr() & -tensor.data_ptr() or 16)
 
 
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A small array with its last dimension dense; never for the cache."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@lru_cache(maxsize=1024)
+def _attention_plan(*args: Any, overrides: Any, **kwargs: Any) -> dispatch.AttentionPlan:
+    return dispatch.plan_attention(*args, overrides=overrides and dict(overrides), **kwargs)
+
+
+_store_plan = lru_cache(maxsize=1024)(dispatch.plan_store)
+_dequantize_plan = lru_cache(maxsize=1024)(dispatch.plan_dequantize)
+
+
+@_on_its_device
 def store(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -98,7 +137,7 @@ def store(
 ) -> None:
     """Launches the store kernel; arguments are checked already."""
     b = _buffers(codec, cache.device)
-    plan = dispatch.plan_store(
+    plan = _store_plan(
         key.shape[0],
         layout,
         b.traits,
@@ -126,25 +165,26 @@ def store(
     )
 
 
+@_on_its_device
 def attention(
     query: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor | None,
+    out: torch.Tensor,
     *,
     call: AttentionCall,
     layout: CacheLayout,
     codec: Codec,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
-    out: torch.Tensor,
     overrides: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """Launches the attention kernels into ``out``; returns the LSE fp32 ``[N, Hq]``."""
     device = query.device
     b = _buffers(codec, device)
-    plan = dispatch.plan_attention(
+    plan = _attention_plan(
         call,
         layout,
         b.traits,
@@ -156,7 +196,11 @@ def attention(
         cache_align=_align(cache),
         has_sinks=sinks is not None,
         has_alibi=alibi_slopes is not None,
-        overrides=overrides,
+        overrides=None if overrides is None else tuple(overrides.items()),
+    )
+    block_table, seq_lens = _dense(block_table), _dense(seq_lens)
+    query_start_loc, sinks, alibi_slopes = (
+        None if x is None else _dense(x) for x in (query_start_loc, sinks, alibi_slopes)
     )
     rows = (call.num_tokens, call.num_query_heads)
     lse = torch.empty(rows, dtype=torch.float32, device=device)
@@ -215,6 +259,7 @@ def attention(
     return lse
 
 
+@_on_its_device
 def dequantize(
     cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -227,7 +272,7 @@ def dequantize(
     """Launches the dequantize kernel; keys and values ``[B, max_pages * page_size, Hk, D]``."""
     b = _buffers(codec, cache.device)
     num_seqs, capacity = block_table.shape[0], block_table.shape[1] * layout.page_size
-    plan = dispatch.plan_dequantize(
+    plan = _dequantize_plan(
         num_seqs,
         capacity,
         layout,
@@ -236,6 +281,7 @@ def dequantize(
         page_stride=cache.stride(0),
         cache_align=_align(cache),
     )
+    block_table, seq_lens = _dense(block_table), _dense(seq_lens)
     shape = (num_seqs, capacity, layout.num_kv_heads, layout.head_dim)
     keys, values = (torch.empty(shape, dtype=dtype, device=cache.device) for _ in range(2))
     _run(

@@ -29,6 +29,7 @@ from tests.cases import (
     rounded,
 )
 from tq_core import QuantConfig, reference
+from tq_core.codebook import midpoints
 from tq_core.layout import ORDERS
 
 FAMILIES = list(itertools.product([True, False], [True, False]))

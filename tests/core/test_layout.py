@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -293,3 +294,19 @@ def test_wrong_values_are_refused(argument, value, message):
 def test_wrong_types_are_refused(argument, value, message):
     with pytest.raises(TypeError, match=message):
         CacheLayout(**{**GOOD, argument: value})
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+def test_a_descriptor_describes_a_layout_completely(config):
+    for order in ORDERS:
+        layout = CacheLayout(replace(config, norm_correction=False), 3, 72, 16, order)
+        assert CacheLayout.from_descriptor(layout.descriptor) == layout
+        assert CacheLayout.from_descriptor(layout.descriptor).config == layout.config
+
+
+@pytest.mark.parametrize(
+    "text", ["", "mse4", "mse4 int4 2 dense 8 128 16 planes", "mse4 int4 1 dense 8 x 16 planes"]
+)
+def test_other_text_is_no_descriptor(text):
+    with pytest.raises(ValueError, match="descriptor: "):
+        CacheLayout.from_descriptor(text)

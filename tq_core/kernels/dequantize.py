@@ -158,7 +158,16 @@ def dequantize(
         )  # fmt: skip
         unit, extra = align_words(unit, extra, (offs_v % 3)[None, :], VALUE_KIND)
     values = decode_units(
-        unit, extra, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES, False, VALUE_CUBIC, "", ""
+        unit,
+        extra,
+        value_table_ptr,
+        VALUE_KIND,
+        VALUE_BITS,
+        VALUE_CODES,
+        False,
+        VALUE_CUBIC,
+        "",
+        "",
     )
     if META_PAIRS:
         scale_at = meta_at + META_VALUE // 2 + slot
