@@ -125,6 +125,36 @@ _store_plan = lru_cache(maxsize=1024)(dispatch.plan_store)
 _dequantize_plan = lru_cache(maxsize=1024)(dispatch.plan_dequantize)
 
 
+def attention_plan(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    call: AttentionCall,
+    layout: CacheLayout,
+    codec: Codec,
+    decode: bool,
+    has_sinks: bool = False,
+    has_alibi: bool = False,
+    overrides: Mapping[str, int] | None = None,
+) -> dispatch.AttentionPlan:
+    """The plan that ``attention`` launches."""
+    return _attention_plan(
+        call,
+        layout,
+        _buffers(codec, query.device).traits,
+        device_of(query.device),
+        decode=decode,
+        page_stride=cache.stride(0),
+        query_strides=query.stride(),
+        out_strides=out.stride(),
+        cache_align=_align(cache),
+        has_sinks=has_sinks,
+        has_alibi=has_alibi,
+        overrides=None if overrides is None else tuple(overrides.items()),
+    )
+
+
 @_on_its_device
 def store(
     key: torch.Tensor,
@@ -184,19 +214,17 @@ def attention(
     """Launches the attention kernels into ``out``; returns the LSE fp32 ``[N, Hq]``."""
     device = query.device
     b = _buffers(codec, device)
-    plan = _attention_plan(
-        call,
-        layout,
-        b.traits,
-        device_of(device),
+    plan = attention_plan(
+        query,
+        cache,
+        out,
+        call=call,
+        layout=layout,
+        codec=codec,
         decode=query_start_loc is None,
-        page_stride=cache.stride(0),
-        query_strides=query.stride(),
-        out_strides=out.stride(),
-        cache_align=_align(cache),
         has_sinks=sinks is not None,
         has_alibi=alibi_slopes is not None,
-        overrides=None if overrides is None else tuple(overrides.items()),
+        overrides=overrides,
     )
     block_table, seq_lens = _dense(block_table), _dense(seq_lens)
     query_start_loc, sinks, alibi_slopes = (

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.cases import AttentionCase, make_attention_inputs
+import tq_torch
+from tests.cases import (
+    AttentionCase,
+    StoreCase,
+    assert_close,
+    assert_same_bytes,
+    make_attention_inputs,
+    make_store_inputs,
+)
+from tq_core import reference
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -27,3 +37,49 @@ def attention_tensors(case: AttentionCase) -> dict[str, Any]:
 
 def to_float64(x: torch.Tensor) -> np.ndarray:
     return x.double().numpy()
+
+
+def check_attention(
+    case: AttentionCase, backend: str, device: str = "cpu", **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs a case, compares it with the reference, returns output and LSE on the CPU."""
+    tensors = on_device(attention_tensors(case), device)
+    out = torch.full_like(tensors["query"], float("nan"))
+    call = {**tensors, **case.options, **options, "out": out, "return_lse": True}
+    _, lse = tq_torch.attention(**call, backend=backend)
+    out, lse = out.cpu(), lse.cpu()
+    assert_close(to_float64(out), lse.numpy(), case)
+    return out, lse
+
+
+def check_store(case: StoreCase, backend: str, device: str = "cpu") -> torch.Tensor:
+    """Runs a case, compares every byte with the reference's, returns the cache on the CPU."""
+    inputs = make_store_inputs(case)
+    dtype = DTYPES[case.dtype]
+    key, value = (tensor(x).to(device, dtype) for x in (inputs.key, inputs.value))
+    cache, slots = tensor(inputs.cache).to(device), tensor(inputs.slot_mapping).to(device)
+    tq_torch.store(key, value, cache, slots, layout=case.layout, codec=case.codec, backend=backend)
+    cache = cache.cpu()
+    assert_same_bytes(cache.numpy(), inputs, layout=case.layout, codec=case.codec)
+    return cache
+
+
+def check_dequantize(
+    case: AttentionCase, backend: str, device: str = "cpu", tolerance: float = 2e-5
+) -> None:
+    """Dequantizes a case's cache; ``tolerance`` is relative to the largest number, fp32's."""
+    tensors = attention_tensors(case)
+    arrays = [tensors[n] for n in ("cache", "block_table", "seq_lens")]
+    what = {"layout": case.layout, "codec": case.codec}
+    want = reference.dequantize(*(x.numpy() for x in arrays), **what)
+    have = tq_torch.dequantize(
+        *(x.to(device) for x in arrays), **what, dtype=torch.float32, backend=backend
+    )
+    for a, b in zip(have, want, strict=True):
+        error = np.abs(to_float64(a.cpu()) - b).max()
+        assert error <= tolerance * np.abs(b).max(), f"{error:.1e}"
+
+
+def on_device(tensors: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The tensors on a device; None stays None."""
+    return {name: None if x is None else x.to(device) for name, x in tensors.items()}

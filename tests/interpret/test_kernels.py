@@ -1,0 +1,175 @@
+"""The Triton sources in Triton's interpreter, on a CPU: a process of its own runs this.
+
+``TRITON_INTERPRET=1 pytest tests/interpret``; `make test` does so. The table is that of the other
+suites with shorter sequences, since the interpreter is slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+import tq_torch
+from tests.cases import ATTENTION_CASES, STORE_CASES, AttentionCase, config_id, make_store_inputs
+from tests.torch.helpers import (
+    attention_tensors,
+    check_attention,
+    check_dequantize,
+    check_store,
+    tensor,
+)
+from tq_core import QuantConfig, dispatch, kernels, why_unsupported
+
+pytestmark = [
+    pytest.mark.skipif(
+        not kernels.interpreted(), reason="needs TRITON_INTERPRET=1 in the environment"
+    ),
+    # Numpy computes both sides of a choice and says so of the side that is not taken.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+RAGGED = ((1, 17), (5, 3), (0, 16), (2, 0), (3, 80))
+ONE_ROW = ((1, 70), (1, 1), (1, 0), (1, 17))
+
+
+def _shorter(case: AttentionCase) -> AttentionCase:
+    batch = ONE_ROW if case.is_decode else RAGGED
+    return replace(case, batch=batch, group=min(case.group, 7))
+
+
+ATTENTION = [_shorter(c) for c in ATTENTION_CASES if c.head_dim % 8 == 0]
+#: One store of every pair of formats, then those with offsets, transforms and scales.
+STORE = list({c.config: c for c in STORE_CASES if c.head_dim in (64, 72, 80, 128)}.values())
+STORE += [c for c in STORE_CASES if str(c.extras) and c.head_dim % 8 == 0]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_attention(case):
+    splits = (None, 3)[ATTENTION.index(case) % 2]
+    check_attention(case, "interpret", num_kv_splits=splits)
+
+
+@pytest.mark.parametrize("case", ATTENTION[::11], ids=str)
+def test_splits_agree(case):
+    whole, whole_lse = check_attention(case, "interpret", num_kv_splits=1)
+    parts, parts_lse = check_attention(case, "interpret", num_kv_splits=16)
+    assert torch.allclose(whole.float(), parts.float(), rtol=2e-3, atol=2e-3)
+    assert torch.allclose(whole_lse, parts_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ATTENTION[::16], ids=str)
+@pytest.mark.parametrize("plan", [{"block_t": 16}, {"block_t": 128, "block_n": 16}], ids=str)
+def test_other_plans(case, plan):
+    check_attention(case, "interpret", plan=plan)
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION if c.sliding_window is None][::6], ids=str)
+def test_dequantize(case):
+    check_dequantize(case, "interpret")
+
+
+@pytest.mark.parametrize("case", STORE, ids=str)
+def test_store(case):
+    check_store(case, "interpret")
+
+
+@pytest.mark.parametrize("key, value", [("mse4", "mse2"), ("mse3", "mse3"), ("mse2", "mse4")])
+def test_other_centroids_are_read_from_a_table(key, value):
+    """Lloyd-Max levels, as a cache written elsewhere may have."""
+    from tests.kernels.plans import table_codec
+
+    class TableCase(AttentionCase):
+        @property
+        def codec(self):
+            return table_codec(self.config, self.head_dim)
+
+    case = TableCase(QuantConfig(key=key, value=value), 64, batch=RAGGED, dtype="float16")
+    assert dispatch.codec_traits(case.codec).key_kind == "table"
+    assert dispatch.codec_traits(case.codec).value_kind == "table"
+    check_attention(case, "interpret")
+    # The table holds fp16 numbers; a vector is off by at most 2**-11 of its length.
+    check_dequantize(case, "interpret", tolerance=2e-3)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+def test_strided_pages_at_any_address(shift):
+    """An odd address or page stride is refused by name and left to native otherwise."""
+    case = ATTENTION[0]
+    tensors = attention_tensors(case)
+    pages = tensors["cache"].shape[0]
+    room = torch.full((pages, case.layout.page_bytes + shift), 255, dtype=torch.uint8)
+    flat = torch.cat([torch.full((shift,), 255, dtype=torch.uint8), room.flatten()])
+    inner = (case.layout.num_kv_heads * case.layout.slot_bytes, case.layout.slot_bytes, 1)
+    moved = flat.as_strided(tensors["cache"].shape, (room.stride(0), *inner), shift)
+    moved.copy_(tensors["cache"])
+    tensors["cache"] = moved
+    call = {**tensors, **case.options}
+    want = tq_torch.attention(**call, backend="native")
+    if shift % 2:
+        with pytest.raises(ValueError, match="address and page stride are even"):
+            tq_torch.attention(**call, backend="interpret")
+    else:
+        have = tq_torch.attention(**call, backend="interpret")
+        assert torch.allclose(have, want, rtol=2e-3, atol=2e-3)
+
+
+def test_strided_arrays():
+    case = next(c for c in ATTENTION if c.sinks and c.alibi)
+    tensors = attention_tensors(case)
+    call = {**tensors, **case.options}
+    want, lse = tq_torch.attention(**call, backend="interpret", return_lse=True)
+    for name in ("query", "block_table", "seq_lens", "query_start_loc", "sinks", "alibi_slopes"):
+        x = call[name]
+        wide = torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype)
+        wide[..., ::2] = x
+        call[name] = wide[..., ::2]
+    out = torch.full((*want.shape[::-1],), float("nan"), dtype=want.dtype).permute(2, 1, 0)
+    have, have_lse = tq_torch.attention(**call, backend="interpret", return_lse=True, out=out)
+    assert have is out
+    assert torch.equal(have, want)
+    assert torch.equal(have_lse, lse)
+
+
+def test_store_takes_any_strides():
+    case = next(c for c in STORE if config_id(c.config) == "mse4-int4")
+    inputs = make_store_inputs(case)
+    key, value, cache, slots = (tensor(x) for x in inputs)
+    call = {"layout": case.layout, "codec": case.codec, "backend": "interpret"}
+    want = cache.clone()
+    tq_torch.store(key, value, want, slots, **call)
+    fused = torch.cat([value, key], 1)[:, case.num_kv_heads :]
+    turned = value.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    wide = torch.stack([slots, slots], 1)[:, 0]
+    tq_torch.store(fused, turned, cache, wide, **call)
+    assert torch.equal(cache, want)
+
+
+def test_nothing_to_do():
+    case = ATTENTION[0]
+    layout, codec = case.layout, case.codec
+    call = {"layout": layout, "codec": codec, "backend": "interpret"}
+    cache = tq_torch.empty_cache(layout, 0)
+    query = torch.zeros((0, case.num_query_heads, case.head_dim))
+    table, lens = torch.zeros((0, 0), dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    assert tq_torch.decode_attention(query, cache, table, lens, **call).shape == query.shape
+    rows = torch.zeros((3, case.num_query_heads, case.head_dim))
+    out, lse = tq_torch.attention(
+        rows, cache, table, lens, torch.zeros(1, dtype=torch.int32), return_lse=True, **call
+    )
+    assert not out.any()
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    token = torch.zeros((0, case.num_kv_heads, case.head_dim))
+    tq_torch.store(token, token, cache, torch.zeros(0, dtype=torch.int64), **call)
+    dense, _ = tq_torch.dequantize(cache, table, lens, dtype=torch.float32, **call)
+    assert dense.shape == (0, 0, case.num_kv_heads, case.head_dim)
+
+
+def test_triton_is_refused_where_it_is_interpreted():
+    reasons = why_unsupported(ATTENTION[0].layout, backend="triton", target="cuda")
+    assert reasons == [
+        "TRITON_INTERPRET=1 was set when Triton was imported: its kernels run on the CPU"
+    ]
