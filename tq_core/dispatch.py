@@ -675,4 +675,5 @@ def plan_dequantize(
         "PRECISION": _precision(device),
     }
     grid = num_seqs * -(-capacity // block_t) * layout.num_kv_heads
-    return _launch("dequantize", grid, constexprs, 4 if block_d <= 256 else 8, 2)
+    # One stage: at a head_dim of 576 a second one would not fit the shared memory.
+    return _launch("dequantize", grid, constexprs, 4 if block_d <= 256 else 8, 1)

@@ -185,16 +185,16 @@ def test_strided_arrays():
     assert torch.equal(have_lse, lse)
 
 
-def test_a_cache_at_the_end_of_an_allocation():
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_cache_at_the_end_of_an_allocation(preset):
     """The bytes after the last page are NaN scales; the tail of every row is read right."""
-    for preset in PRESETS:
-        case = AttentionCase(QuantConfig.preset(preset), 72, 1, batch=((1, 5), (1, 1)))
-        tensors = on_device(attention_tensors(case), "cuda")
-        cache = tensors["cache"]
-        flat = torch.full((cache.numel() + 64,), 255, dtype=torch.uint8, device="cuda")
-        tensors["cache"] = flat[:-64].view(cache.shape).copy_(cache)
-        out, lse = tq_torch.attention(**tensors, **case.options, return_lse=True, backend="triton")
-        assert_close(to_float64(out.cpu()), lse.cpu().numpy(), case)
+    case = AttentionCase(QuantConfig.preset(preset), 72, 1, batch=((1, 5), (1, 1)))
+    tensors = on_device(attention_tensors(case), "cuda")
+    cache = tensors["cache"]
+    flat = torch.full((cache.numel() + 64,), 255, dtype=torch.uint8, device="cuda")
+    tensors["cache"] = flat[:-64].view(cache.shape).copy_(cache)
+    out, lse = tq_torch.attention(**tensors, **case.options, return_lse=True, backend="triton")
+    assert_close(to_float64(out.cpu()), lse.cpu().numpy(), case)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 6e4])
@@ -217,9 +217,9 @@ def test_queries_of_any_size(scale, dtype):
 
 
 @pytest.mark.parametrize("kind, bits, unit", [
-    ("int", 2, 2), ("int", 4, 2), ("int", 8, 2), ("int", 2, 4), ("int", 4, 4), ("int", 8, 4),
+    ("int", 2, 2), ("int", 4, 2), ("int", 8, 2), ("int", 4, 4), ("int", 8, 4),
     ("int", 3, 3), ("int", 3, 4), ("fp8", 8, 2), ("fp8", 8, 4), ("poly", 2, 2), ("poly", 4, 2),
-    ("poly", 2, 4), ("poly", 4, 4), ("poly", 3, 3), ("poly", 3, 4),
+    ("poly", 4, 4), ("poly", 3, 3), ("poly", 3, 4),
 ])  # fmt: skip
 def test_ptx_is_the_twin_of_the_plain_helpers(kind, bits, unit):
     """All 16-bit units and a million wider ones, bit for bit."""
@@ -229,12 +229,14 @@ def test_ptx_is_the_twin_of_the_plain_helpers(kind, bits, unit):
     assert torch.equal(asm, plain)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("head_dim", [64, 72, 128])
+#: Not those with 3-bit codes: ptxas miscompiles the plain reading of their words, see
+#: docs/kernels.md; the test before this one compares their decoding.
+@pytest.mark.parametrize("preset", [p for p in PRESETS if "3" not in p])
+@pytest.mark.parametrize("head_dim", [72, 128])
 def test_attention_without_ptx(preset, head_dim):
     case = AttentionCase(QuantConfig.preset(preset), head_dim, dtype="float16")
-    with_ptx = check_attention(case, "triton", "cuda", plan={"num_stages": 5})
-    without = check_attention(case, "triton", "cuda", plan={"num_stages": 5, "asm": 0})
+    with_ptx = check_attention(case, "triton", "cuda", plan={"asm": 1})
+    without = check_attention(case, "triton", "cuda", plan={"asm": 0})
     assert all(torch.equal(a, b) for a, b in zip(with_ptx, without, strict=True))
 
 
@@ -332,6 +334,7 @@ def test_graphs_of_two_batch_sizes():
         assert torch.equal(out, step(inputs)())
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_codec_unseen_before_a_capture_is_refused():
     layout = CacheLayout(FLAGSHIP, 2, 128, 16)
     codec = Codec(layout.config, 128)

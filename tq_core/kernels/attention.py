@@ -232,7 +232,9 @@ def _tile(
     )  # fmt: skip
     new = ()
     for p in tl.static_range(VALUE_CODES):
-        new = new + (tl.dot(v[p], scaled, acc[p] * decay[None, :]),)
+        # The matrix unit truncates what it adds to an accumulator, a bias that grows with the
+        # number of tiles. So it starts each tile from zero, and the tiles are added up here.
+        new = new + (tl.fma(acc[p], decay[None, :] + tl.zeros_like(acc[p]), tl.dot(v[p], scaled)),)
     return new, m_new, l, z
 
 
