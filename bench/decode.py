@@ -92,9 +92,10 @@ def measure(items: list[Any], arguments: argparse.Namespace, check: bool) -> int
         ):
             data = gpu.make_cache(shape, preset, size, order, fill=True)
             run = providers.tq(query, data, shape, preset, query_len, plan)
-            checked = min(shape.B, 2)
-            want = gpu.expected(query, data, checked)
-            error = gpu.relative_error(run.calls[0]()[: len(want)], want)
+            num_seqs, lines = min(shape.B, 2), gpu.checked_rows(query_len)
+            want = gpu.expected(query, data, num_seqs, lines)
+            have = run.calls[0]().view(shape.B, query_len, *query.shape[1:])[:num_seqs, lines]
+            error = gpu.relative_error(have, want)
             if not error <= TOLERANCE:
                 print(
                     f"{preset}: relative error {error:.2e} exceeds {TOLERANCE:g}; nothing written"

@@ -126,8 +126,23 @@ def dense(data: Cache, shape: Shape) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def expected(query: Tensor, data: Cache, num_seqs: int) -> Tensor:
-    """fp64 attention over dequantised tokens of the first sequences, rows at their end."""
+def checked_rows(query_len: int) -> list[int]:
+    """Rows of a chunk that the gate looks at: the first and the last ones."""
+    return sorted({*range(min(8, query_len)), *range(max(0, query_len - 8), query_len)})
+
+
+def expected(query: Tensor, data: Cache, num_seqs: int, rows: Sequence[int]) -> Tensor:
+    """fp64 attention of some rows of the first sequences over their dequantised tokens.
+
+    Args:
+        query: ``[B * query_len, Hq, D]``, the last tokens of each sequence.
+        data: the cache.
+        num_seqs: sequences to compute.
+        rows: rows of each.
+
+    Returns:
+        ``[num_seqs, len(rows), Hq, D]``.
+    """
     key, value = (
         x.double()
         for x in tq_torch.dequantize(
@@ -135,19 +150,19 @@ def expected(query: Tensor, data: Cache, num_seqs: int) -> Tensor:
             codec=data.codec, dtype=torch.float32,
         )
     )  # fmt: skip
-    rows = query.view(len(data.lens), -1, *query.shape[1:])[:num_seqs].double()
-    group = rows.shape[2] // key.shape[2]
-    length = int(data.lens[0])
+    queries = query.view(len(data.lens), -1, *query.shape[1:])
+    length, query_len = int(data.lens[0]), queries.shape[1]
+    group = query.shape[1] // key.shape[2]
+    position = length - query_len + torch.tensor(rows, device=query.device)
+    hidden = torch.arange(length, device=query.device)[None] > position[:, None]
     out = []
     for b in range(num_seqs):
         k, v = (x[b, :length].repeat_interleave(group, 1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", rows[b], k) / query.shape[-1] ** 0.5
-        position = length - len(rows[b]) + torch.arange(len(rows[b]), device="cuda")
-        hidden = torch.arange(length, device="cuda")[None] > position[:, None]
-        out.append(
-            torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-        )
-    return torch.cat(out)
+        q = queries[b, rows].double()
+        scores = torch.einsum("qhd,khd->hqk", q, k) / query.shape[-1] ** 0.5
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.stack(out)
 
 
 def relative_error(have: Tensor, want: Tensor) -> float:

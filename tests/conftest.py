@@ -1,8 +1,14 @@
-"""Fixtures of every suite; no framework is imported here."""
+"""Fixtures of every suite; no framework is imported here.
+
+Triton interprets kernels in the whole process or not at all: where ``TRITON_INTERPRET=1`` is set,
+only ``tests/interpret`` runs.
+"""
 
 from __future__ import annotations
 
+import os
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,3 +18,24 @@ import pytest
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers of the test's own, the same in every run and order."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+INTERPRET = Path(__file__).parent / "interpret"
+
+
+def _runs_here(path: Path) -> bool:
+    return os.environ.get("TRITON_INTERPRET") != "1" or path.is_relative_to(INTERPRET)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out what another process runs; None lets pytest decide."""
+    inside = INTERPRET.is_relative_to(collection_path)
+    return None if inside or _runs_here(collection_path) else True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The same for files named on the command line, which pytest always collects."""
+    others = [item for item in items if not _runs_here(item.path)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if _runs_here(item.path)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import metadata
+from importlib import import_module
+from importlib.util import find_spec
 
 from tq_core.layout import CacheLayout
 
@@ -58,10 +59,13 @@ def why_unsupported(
 @cache
 def _triton_reasons(backend: str) -> list[str]:
     """What is wrong with the installed Triton; it is imported where nothing else is."""
-    try:
-        version = metadata.version("triton")
-    except metadata.PackageNotFoundError:
+    if find_spec("triton") is None:
         return ["the triton package is not installed"]
+    # The module knows its version; the package that brings it has other names, on ROCm for one.
+    try:
+        version = import_module("triton").__version__
+    except ImportError as error:
+        return [f"triton is installed and cannot be imported: {error}"]
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
         needed = ".".join(map(str, MIN_TRITON))
         return [f"triton {needed} or newer is needed, {version} is installed"]

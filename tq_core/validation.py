@@ -314,7 +314,9 @@ def _flag(name: str, value: Any) -> None:
 def _number(name: str, value: Any, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not math.isfinite(value) or (positive and value <= 0):
+    number: Any = value
+    # Comparisons, unlike math.isfinite, can be traced.
+    if not -math.inf < number < math.inf or (positive and number <= 0):
         wanted = "a positive finite number or None" if positive else "a finite number"
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
 

@@ -91,7 +91,7 @@ def store(
     """
     _check_tensors(key=key, value=value, cache=cache, slot_mapping=slot_mapping)
     check_codec(layout, codec)
-    torch.ops.tq.store(
+    torch.ops.tq.store.default(
         key,
         value,
         cache,
@@ -351,7 +351,7 @@ def dequantize(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
     check_codec(layout, codec)
-    keys, values = torch.ops.tq.dequantize(
+    keys, values = torch.ops.tq.dequantize.default(
         cache,
         block_table,
         seq_lens,
@@ -419,11 +419,15 @@ def _attention(
         raise TypeError(f"return_lse: expected a bool, got {return_lse!r}")
     check_codec(layout, codec)
     check_options(decode=query_start_loc is None, **options)
-    if plan is not None and not isinstance(plan, Mapping):
-        raise TypeError(f"plan: expected a mapping of names to ints or None, got {plan!r}")
+    overrides = ops.plan_key(plan)
+    if plan and "num_splits" in plan and options["num_kv_splits"] is not None:
+        raise ValueError(
+            f"plan: num_splits={plan['num_splits']} and "
+            f"num_kv_splits={options['num_kv_splits']} say the same thing; give one"
+        )
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.ops.tq.attention(
+    lse = torch.ops.tq.attention.default(
         query,
         cache,
         block_table,
@@ -434,7 +438,7 @@ def _attention(
         codec=codec.digest,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        plan=ops.plan_key(plan),
+        plan=overrides,
         backend=_name_of_backend(backend),
         **options,
     )

@@ -61,7 +61,7 @@ def check_pages(
             f"seq_lens: expected at most {capacity} tokens (max_pages * page_size of block_table), "
             f"got {int(seq_lens[index])} for sequence {index}"
         )
-    start = torch.arange(block_table.shape[1], dtype=torch.int64) * page_size
+    start = torch.arange(block_table.shape[1], dtype=torch.int64, device="cpu") * page_size
     used = (start < seq_lens[:, None]) & (start + page_size > first[:, None])
     wrong = used & ((block_table < 0) | (block_table >= num_pages))
     if bool(wrong.any()):

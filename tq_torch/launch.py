@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import lru_cache, partial, wraps
+from threading import Lock
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from tq_core import dispatch, kernels
 from tq_core.codebook import midpoints
-from tq_core.codec import Codec
+from tq_core.codec import Codec, codec_of
 from tq_core.layout import CacheLayout
 from tq_core.validation import AttentionCall
 
@@ -69,15 +70,39 @@ class _Buffers:
             self.value_edges = put(midpoints(codec.value_centroids))
 
 
-@lru_cache(maxsize=256)
+#: Buffers by a codec's digest and a device. They stay as long as an equal codec lives, since a
+#: captured graph may read them.
+_BUFFERS: dict[tuple[str, torch.device], _Buffers] = {}
+_LOCK = Lock()
+
+
+def _is_alive(digest: str) -> bool:
+    try:
+        codec_of(digest)
+    except LookupError:
+        return False
+    return True
+
+
 def _buffers(codec: Codec, device: torch.device) -> _Buffers:
+    buffers = _BUFFERS.get((codec.digest, device))
+    if buffers is not None:
+        return buffers
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"codec: its constants are not on {device} yet and cannot be copied there while a CUDA "
             "graph is captured; make one call with this codec before the capture"
         )
-    with torch.inference_mode(False):
-        return _Buffers(codec, device)
+    with _LOCK:
+        buffers = _BUFFERS.get((codec.digest, device))
+        if buffers is None:
+            for key in [k for k in _BUFFERS if not _is_alive(k[0])]:
+                del _BUFFERS[key]
+            # Not inference tensors, which a later call outside inference mode could not use.
+            with torch.inference_mode(False):
+                buffers = _Buffers(codec, device)
+            _BUFFERS[codec.digest, device] = buffers
+    return buffers
 
 
 def _on_its_device(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -94,19 +119,24 @@ def _on_its_device(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-def _run(launch: dispatch.Launch, *args: Any) -> None:
+def _nothing(*args: Any) -> None:
+    """The launch of a kernel with an empty grid."""
+
+
+def _step(launch: dispatch.Launch) -> Callable[..., Any]:
+    """Launches a kernel with its constants, given its buffers and run-time integers."""
     if not launch.grid:
-        return
+        return _nothing
     kernel = getattr(kernels.load(), launch.kernel)
-    kernel[(launch.grid,)](
-        *args,
+    return partial(
+        kernel[(launch.grid,)],
         **dict(launch.constexprs),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
 
 
-def _align(tensor: torch.Tensor) -> int:
+def align(tensor: torch.Tensor) -> int:
     """The largest power of two up to 16 that divides the tensor's address."""
     return min(16, tensor.data_ptr() & -tensor.data_ptr() or 16)
 
@@ -114,15 +144,6 @@ def _align(tensor: torch.Tensor) -> int:
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """A small array with its last dimension dense; never for the cache."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-@lru_cache(maxsize=1024)
-def _attention_plan(*args: Any, overrides: Any, **kwargs: Any) -> dispatch.AttentionPlan:
-    return dispatch.plan_attention(*args, overrides=overrides and dict(overrides), **kwargs)
-
-
-_store_plan = lru_cache(maxsize=1024)(dispatch.plan_store)
-_dequantize_plan = lru_cache(maxsize=1024)(dispatch.plan_dequantize)
 
 
 def attention_plan(
@@ -139,19 +160,67 @@ def attention_plan(
     overrides: Mapping[str, int] | None = None,
 ) -> dispatch.AttentionPlan:
     """The plan that ``attention`` launches."""
-    return _attention_plan(
+    return dispatch.plan_attention(
         call,
         layout,
-        _buffers(codec, query.device).traits,
+        dispatch.codec_traits(codec),
         device_of(query.device),
         decode=decode,
         page_stride=cache.stride(0),
         query_strides=query.stride(),
         out_strides=out.stride(),
-        cache_align=_align(cache),
+        cache_align=align(cache),
         has_sinks=has_sinks,
         has_alibi=has_alibi,
-        overrides=None if overrides is None else tuple(overrides.items()),
+        overrides=overrides,
+    )
+
+
+class AttentionSteps(NamedTuple):
+    """The launches of a plan, ready to be called with their buffers."""
+
+    plan: dispatch.AttentionPlan
+    query: Callable[..., Any]
+    attention: Callable[..., Any]
+    merge: Callable[..., Any] | None
+    output: Callable[..., Any] | None
+
+
+def prepare_attention(
+    call: AttentionCall,
+    layout: CacheLayout,
+    codec: Codec,
+    device: torch.device,
+    **kwargs: Any,
+) -> AttentionSteps:
+    """The launches of a checked call; ``kwargs`` as ``dispatch.plan_attention`` takes them."""
+    traits = dispatch.codec_traits(codec)
+    plan = dispatch.plan_attention(call, layout, traits, device_of(device), **kwargs)
+    merge, output = (None if x is None else _step(x) for x in (plan.merge, plan.output))
+    return AttentionSteps(plan, _step(plan.query), _step(plan.attention), merge, output)
+
+
+def prepare_store(
+    num_tokens: int, layout: CacheLayout, codec: Codec, **kwargs: Any
+) -> Callable[..., Any]:
+    """The launch of a store; ``kwargs`` as ``dispatch.plan_store`` takes them."""
+    return _step(
+        dispatch.plan_store(num_tokens, layout, dispatch.codec_traits(codec), **kwargs).store
+    )
+
+
+def prepare_dequantize(
+    num_seqs: int,
+    capacity: int,
+    layout: CacheLayout,
+    codec: Codec,
+    device: torch.device,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """The launch of a dequantize; ``kwargs`` as ``dispatch.plan_dequantize`` takes them."""
+    traits = dispatch.codec_traits(codec)
+    return _step(
+        dispatch.plan_dequantize(num_seqs, capacity, layout, traits, device_of(device), **kwargs)
     )
 
 
@@ -164,20 +233,11 @@ def store(
     *,
     layout: CacheLayout,
     codec: Codec,
+    steps: Callable[..., Any],
 ) -> None:
-    """Launches the store kernel; arguments are checked already."""
+    """Launches what ``prepare_store`` made; arguments are checked already."""
     b = _buffers(codec, cache.device)
-    plan = _store_plan(
-        key.shape[0],
-        layout,
-        b.traits,
-        page_stride=cache.stride(0),
-        key_strides=key.stride(),
-        value_strides=value.stride(),
-        slot_stride=slot_mapping.stride(0),
-    )
-    _run(
-        plan.store,
+    steps(
         key,
         value,
         slot_mapping,
@@ -209,23 +269,12 @@ def attention(
     codec: Codec,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
-    overrides: Mapping[str, int] | None = None,
+    steps: AttentionSteps,
 ) -> torch.Tensor:
-    """Launches the attention kernels into ``out``; returns the LSE fp32 ``[N, Hq]``."""
+    """Launches what ``prepare_attention`` made into ``out``; returns the LSE fp32 ``[N, Hq]``."""
     device = query.device
     b = _buffers(codec, device)
-    plan = attention_plan(
-        query,
-        cache,
-        out,
-        call=call,
-        layout=layout,
-        codec=codec,
-        decode=query_start_loc is None,
-        has_sinks=sinks is not None,
-        has_alibi=alibi_slopes is not None,
-        overrides=overrides,
-    )
+    plan = steps.plan
     block_table, seq_lens = _dense(block_table), _dense(seq_lens)
     query_start_loc, sinks, alibi_slopes = (
         None if x is None else _dense(x) for x in (query_start_loc, sinks, alibi_slopes)
@@ -243,8 +292,7 @@ def attention(
     rotated = torch.empty(query.shape, dtype=torch.float16, device=device)
     row_scale = torch.empty(rows, dtype=torch.float32, device=device)
     row_const = torch.empty_like(row_scale) if b.traits.has_key_offset else row_scale
-    _run(
-        plan.query,
+    steps.query(
         query,
         b.query_matrix,
         b.factor,
@@ -255,11 +303,10 @@ def attention(
         call.num_tokens,
     )
     coded = scratch(plan.coded_shape, out)
-    partial = scratch(plan.partial_shape, coded)
+    parts = scratch(plan.partial_shape, coded)
     state = scratch(plan.state_shape, lse)
     sink_ptr = row_scale if sinks is None else sinks
-    _run(
-        plan.attention,
+    steps.attention(
         rotated,
         row_scale,
         row_const,
@@ -273,17 +320,17 @@ def attention(
         b.value_shift,
         sink_ptr,
         row_scale if alibi_slopes is None else alibi_slopes,
-        partial,
+        parts,
         state,
         call.num_tokens,
         call.num_seqs,
         plan.num_blocks,
         block_table.stride(0),
     )
-    if plan.merge is not None:
-        _run(plan.merge, partial, state, sink_ptr, coded, lse)
-    if plan.output is not None:
-        _run(plan.output, coded, b.output_matrix, out, call.num_tokens)
+    if steps.merge is not None:
+        steps.merge(parts, state, sink_ptr, coded, lse)
+    if steps.output is not None:
+        steps.output(coded, b.output_matrix, out, call.num_tokens)
     return lse
 
 
@@ -296,24 +343,15 @@ def dequantize(
     layout: CacheLayout,
     codec: Codec,
     dtype: torch.dtype,
+    steps: Callable[..., Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches the dequantize kernel; keys and values ``[B, max_pages * page_size, Hk, D]``."""
+    """Launches what ``prepare_dequantize`` made; keys and values ``[B, S, Hk, D]``."""
     b = _buffers(codec, cache.device)
     num_seqs, capacity = block_table.shape[0], block_table.shape[1] * layout.page_size
-    plan = _dequantize_plan(
-        num_seqs,
-        capacity,
-        layout,
-        b.traits,
-        device_of(cache.device),
-        page_stride=cache.stride(0),
-        cache_align=_align(cache),
-    )
     block_table, seq_lens = _dense(block_table), _dense(seq_lens)
     shape = (num_seqs, capacity, layout.num_kv_heads, layout.head_dim)
     keys, values = (torch.empty(shape, dtype=dtype, device=cache.device) for _ in range(2))
-    _run(
-        plan,
+    steps(
         cache,
         block_table,
         seq_lens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,12 +26,21 @@ from tq_core.validation import (
 )
 from tq_torch import contents, launch, native
 
-_BACKENDS = {"native": native, "triton": launch, "interpret": launch}
+_MODULES = {"native": native, "triton": launch, "interpret": launch}
+#: Tensors of an attention call, as the checks name them.
+_ATTENTION = (
+    "query", "cache", "block_table", "seq_lens", "query_start_loc", "sinks", "alibi_slopes", "out",
+)  # fmt: skip
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+#: All of a tensor that checks and plans depend on, but for its address.
+Signature = tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]
 
 torch.library.define(
     "tq::store",
     "(Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping, *, str layout, str codec, "
     "str? backend) -> ()",
+    tags=_TAGS,
 )
 torch.library.define(
     "tq::attention",
@@ -38,11 +48,13 @@ torch.library.define(
     "Tensor(a!) out, *, str layout, str codec, float? scale, bool causal, int? sliding_window, "
     "float? softcap, Tensor? sinks, Tensor? alibi_slopes, SymInt? max_query_len, "
     "SymInt? max_seq_len, int? num_kv_splits, str plan, str? backend) -> Tensor",
+    tags=_TAGS,
 )
 torch.library.define(
     "tq::dequantize",
     "(Tensor cache, Tensor block_table, Tensor seq_lens, *, str layout, str codec, "
     "ScalarType dtype, str? backend) -> (Tensor, Tensor)",
+    tags=_TAGS,
 )
 
 
@@ -50,8 +62,21 @@ _layout = lru_cache(maxsize=256)(CacheLayout.from_descriptor)
 
 
 def plan_key(plan: Mapping[str, int] | None) -> str:
-    """Overrides of a launch plan as the operators' argument."""
-    return "" if plan is None else ",".join(f"{name}={int(plan[name])}" for name in sorted(plan))
+    """Overrides of a launch plan as the operators' argument.
+
+    Raises:
+        TypeError: ``plan`` is not a mapping of names to ints.
+    """
+    if plan is None:
+        return ""
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"plan: expected a mapping of names to ints or None, got {plan!r}")
+    for name, value in plan.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise TypeError(f"plan: expected names of overrides, got {name!r}")
+        if not isinstance(value, int):
+            raise TypeError(f"plan: expected {name} to be an int, got {value!r}")
+    return ",".join(f"{name}={int(plan[name])}" for name in sorted(plan))
 
 
 @lru_cache(maxsize=256)
@@ -61,9 +86,18 @@ def _plan(key: str) -> dict[str, int] | None:
     return {name: int(number) for name, number in (item.split("=") for item in key.split(","))}
 
 
+def _signature(x: Tensor) -> Signature:
+    return x.shape, x.dtype, x.stride(), x.device
+
+
+def _spec(signature: Signature) -> ArraySpec:
+    shape, dtype, strides, device = signature
+    return ArraySpec(tuple(shape), dtype_name(dtype), strides, str(device))
+
+
 def spec(x: Tensor) -> ArraySpec:
     """Shape, dtype name, strides and device of a tensor."""
-    return ArraySpec(tuple(x.shape), dtype_name(x.dtype), x.stride(), str(x.device))
+    return _spec(_signature(x))
 
 
 @lru_cache(maxsize=32)
@@ -72,53 +106,68 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _specs(**tensors: Tensor | None) -> dict[str, ArraySpec | None]:
-    return {name: None if x is None else spec(x) for name, x in tensors.items()}
-
-
-def _check_memory(name: str, x: Tensor, unit: int = 1) -> None:
+def _check_memory(name: str, array: ArraySpec, unit: int = 1) -> None:
     """The elements written to are distinct; ``unit`` elements of the first dimension are dense."""
-    dims = [(x.stride(0), x.shape[0])] if unit > 1 else zip(x.stride(), x.shape, strict=True)
+    assert array.strides is not None
+    dims = list(zip(array.strides, array.shape, strict=True))
     extent = unit
-    for stride, size in sorted(d for d in dims if d[1] > 1):
+    for stride, size in sorted(d for d in (dims[:1] if unit > 1 else dims) if d[1] > 1):
         if stride < extent:
             raise ValueError(
                 f"{name}: expected memory of its own for every element, since it is written to, "
-                f"got shape {tuple(x.shape)} with strides {x.stride()}"
+                f"got shape {array.shape} with strides {array.strides}"
             )
         extent = stride * (size - 1) + extent
 
 
-@lru_cache(maxsize=1024)
-def _backend_name(
-    layout: CacheLayout, backend: str | None, device_type: str, odd_bytes: bool
-) -> str:
-    target = "hip" if device_type == "cuda" and torch.version.hip else device_type
-    reasons = (
-        ("the kernels need a cache whose address and page stride are even",) if odd_bytes else ()
-    )
-    return choose_backend(layout, backend=backend, target=target, kernel_reasons=reasons)
-
-
-def _backend(layout: CacheLayout, backend: str | None, cache: Tensor) -> tuple[str, Any]:
-    """Name and module of the chosen backend."""
-    odd = bool((cache.data_ptr() | cache.stride(0)) % 2)
-    name = _backend_name(layout, backend, cache.device.type, odd)
-    return name, _BACKENDS[name]
+def _choose(layout: CacheLayout, backend: str | None, cache: Signature, align: int) -> ModuleType:
+    """The module of the backend to run, ``native`` or ``launch``."""
+    _, _, strides, device = cache
+    target = "hip" if device.type == "cuda" and torch.version.hip else device.type
+    reasons = ()
+    if align % 2 or strides[0] % 2:
+        reasons = ("the kernels need a cache whose address and page stride are even",)
+    return _MODULES[choose_backend(layout, backend=backend, target=target, kernel_reasons=reasons)]
 
 
 # --- store ----------------------------------------------------------------------------------
 
 
 def _check_store(
-    key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, layout: str, codec: str
+    arrays: tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec], layout: str, codec: str
 ) -> tuple[CacheLayout, Codec]:
     layout_, codec_ = _layout(layout), codec_of(codec)
-    check_store(
-        spec(key), spec(value), spec(cache), spec(slot_mapping), layout=layout_, codec=codec_
-    )
-    _check_memory("cache", cache, layout_.page_bytes)
+    check_store(*arrays, layout=layout_, codec=codec_)
+    _check_memory("cache", arrays[2], layout_.page_bytes)
     return layout_, codec_
+
+
+@lru_cache(maxsize=4096)
+def _prepare_store(
+    arrays: tuple[Signature, Signature, Signature, Signature],
+    align: int,
+    layout: str,
+    codec: str,
+    backend: str | None,
+) -> tuple[CacheLayout, ModuleType, dict[str, Any]]:
+    """What a call needs that depends on nothing else; codecs are not kept alive."""
+    key, value, cache, slot_mapping = (_spec(x) for x in arrays)
+    layout_, codec_ = _check_store((key, value, cache, slot_mapping), layout, codec)
+    module = _choose(layout_, backend, arrays[2], align)
+    if module is native:
+        return layout_, module, {}
+    assert cache.strides is not None
+    assert slot_mapping.strides is not None
+    steps = launch.prepare_store(
+        key.shape[0],
+        layout_,
+        codec_,
+        page_stride=cache.strides[0],
+        key_strides=key.strides,
+        value_strides=value.strides,
+        slot_stride=slot_mapping.strides[0],
+    )
+    return layout_, module, {"steps": steps}
 
 
 @torch.library.impl("tq::store", "CompositeExplicitAutograd")
@@ -132,11 +181,11 @@ def _store(
     codec: str,
     backend: str | None,
 ) -> None:
-    layout_, codec_ = _check_store(key, value, cache, slot_mapping, layout, codec)
-    _, module = _backend(layout_, backend, cache)
+    arrays = _signature(key), _signature(value), _signature(cache), _signature(slot_mapping)
+    layout_, module, steps = _prepare_store(arrays, launch.align(cache), layout, codec, backend)
     if cache.device.type == "cpu":
         contents.check_slots(slot_mapping, cache.shape[0] * layout_.page_size)
-    module.store(key, value, cache, slot_mapping, layout=layout_, codec=codec_)
+    module.store(key, value, cache, slot_mapping, layout=layout_, codec=codec_of(codec), **steps)
 
 
 @torch.library.register_fake("tq::store")
@@ -150,21 +199,51 @@ def _store_fake(
     codec: str,
     backend: str | None,
 ) -> None:
-    _check_store(key, value, cache, slot_mapping, layout, codec)
+    _check_store((spec(key), spec(value), spec(cache), spec(slot_mapping)), layout, codec)
 
 
 # --- attention ------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
-def _attention_call(
-    layout: CacheLayout,
-    codec: Codec,
-    specs: tuple[tuple[str, ArraySpec | None], ...],
+def _prepare_attention(
+    arrays: tuple[Signature | None, ...],
+    align: int,
+    layout: str,
+    codec: str,
     options: tuple[tuple[str, Any], ...],
-) -> AttentionCall:
-    arrays: dict[str, Any] = dict(specs)
-    return check_attention(**arrays, layout=layout, codec=codec, **dict(options))
+    plan: str,
+    backend: str | None,
+) -> tuple[AttentionCall, CacheLayout, ModuleType, dict[str, Any]]:
+    """What a call needs that depends on nothing else; codecs are not kept alive."""
+    layout_, codec_ = _layout(layout), codec_of(codec)
+    specs: dict[str, Any] = {
+        name: None if x is None else _spec(x) for name, x in zip(_ATTENTION, arrays, strict=True)
+    }
+    call = check_attention(**specs, layout=layout_, codec=codec_, **dict(options))
+    _check_memory("out", specs["out"])
+    cache = arrays[1]
+    assert cache is not None
+    module, overrides = _choose(layout_, backend, cache, align), _plan(plan)
+    if module is native:
+        if overrides is not None:
+            raise ValueError("plan: the native backend launches no kernels and takes no plan")
+        return call, layout_, module, {}
+    steps = launch.prepare_attention(
+        call,
+        layout_,
+        codec_,
+        cache[-1],
+        decode=specs["query_start_loc"] is None,
+        page_stride=cache[2][0],
+        query_strides=specs["query"].strides,
+        out_strides=specs["out"].strides,
+        cache_align=align,
+        has_sinks=specs["sinks"] is not None,
+        has_alibi=specs["alibi_slopes"] is not None,
+        overrides=overrides,
+    )
+    return call, layout_, module, {"steps": steps}
 
 
 @torch.library.impl("tq::attention", "CompositeExplicitAutograd")
@@ -184,23 +263,13 @@ def _attention(
     backend: str | None,
     **options: Any,
 ) -> Tensor:
-    layout_, codec_ = _layout(layout), codec_of(codec)
-    arrays = _specs(
-        query=query,
-        cache=cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        out=out,
+    tensors = (
+        query, cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, out,
+    )  # fmt: skip
+    arrays = tuple([None if x is None else _signature(x) for x in tensors])
+    call, layout_, module, steps = _prepare_attention(
+        arrays, launch.align(cache), layout, codec, tuple(options.items()), plan, backend
     )
-    call = _attention_call(layout_, codec_, tuple(arrays.items()), tuple(options.items()))
-    _check_memory("out", out)
-    name, module = _backend(layout_, backend, cache)
-    overrides = _plan(plan)
-    if overrides is not None and name == "native":
-        raise ValueError("plan: the native backend launches no kernels and takes no plan")
     if query.device.type == "cpu":
         contents.check_attention(
             cache, block_table, seq_lens, query_start_loc, call, layout_.page_size
@@ -214,10 +283,10 @@ def _attention(
         out,
         call=call,
         layout=layout_,
-        codec=codec_,
+        codec=codec_of(codec),
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        **({} if overrides is None else {"overrides": overrides}),
+        **steps,
     )
     return lse
 
@@ -239,17 +308,14 @@ def _attention_fake(
     backend: str | None,
     **options: Any,
 ) -> Tensor:
-    arrays: dict[str, Any] = _specs(
-        query=query,
-        cache=cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        out=out,
-    )
-    options = {**options, "max_query_len": None, "max_seq_len": None}
+    tensors = (
+        query, cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, out,
+    )  # fmt: skip
+    arrays: dict[str, Any] = {
+        name: None if x is None else spec(x) for name, x in zip(_ATTENTION, tensors, strict=True)
+    }
+    # Numbers may be symbols here; the public functions and the real operator check them.
+    options |= dict.fromkeys(("scale", "softcap", "max_query_len", "max_seq_len"))
     check_attention(**arrays, layout=_layout(layout), codec=codec_of(codec), **options)
     return query.new_empty(query.shape[:2], dtype=torch.float32)
 
@@ -258,23 +324,39 @@ def _attention_fake(
 
 
 def _check_dequantize(
-    cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
+    arrays: tuple[ArraySpec, ArraySpec, ArraySpec], layout: str, codec: str, dtype: torch.dtype
+) -> tuple[CacheLayout, Codec]:
+    layout_, codec_ = _layout(layout), codec_of(codec)
+    check_dequantize(*arrays, layout=layout_, codec=codec_, dtype=dtype_name(dtype))
+    return layout_, codec_
+
+
+@lru_cache(maxsize=1024)
+def _prepare_dequantize(
+    arrays: tuple[Signature, Signature, Signature],
+    align: int,
     layout: str,
     codec: str,
     dtype: torch.dtype,
-) -> tuple[CacheLayout, Codec]:
-    layout_, codec_ = _layout(layout), codec_of(codec)
-    check_dequantize(
-        spec(cache),
-        spec(block_table),
-        spec(seq_lens),
-        layout=layout_,
-        codec=codec_,
-        dtype=dtype_name(dtype),
+    backend: str | None,
+) -> tuple[CacheLayout, ModuleType, dict[str, Any]]:
+    """What a call needs that depends on nothing else; codecs are not kept alive."""
+    cache, block_table, seq_lens = (_spec(x) for x in arrays)
+    layout_, codec_ = _check_dequantize((cache, block_table, seq_lens), layout, codec, dtype)
+    module = _choose(layout_, backend, arrays[0], align)
+    if module is native:
+        return layout_, module, {}
+    assert cache.strides is not None
+    steps = launch.prepare_dequantize(
+        block_table.shape[0],
+        block_table.shape[1] * layout_.page_size,
+        layout_,
+        codec_,
+        arrays[0][-1],
+        page_stride=cache.strides[0],
+        cache_align=align,
     )
-    return layout_, codec_
+    return layout_, module, {"steps": steps}
 
 
 @torch.library.impl("tq::dequantize", "CompositeExplicitAutograd")
@@ -288,13 +370,15 @@ def _dequantize(
     dtype: torch.dtype,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    layout_, codec_ = _check_dequantize(cache, block_table, seq_lens, layout, codec, dtype)
-    _, module = _backend(layout_, backend, cache)
+    arrays = _signature(cache), _signature(block_table), _signature(seq_lens)
+    layout_, module, steps = _prepare_dequantize(
+        arrays, launch.align(cache), layout, codec, dtype, backend
+    )
     if cache.device.type == "cpu":
         first = torch.zeros_like(seq_lens)
         contents.check_pages(block_table, seq_lens, first, cache.shape[0], layout_.page_size)
     result: tuple[Tensor, Tensor] = module.dequantize(
-        cache, block_table, seq_lens, layout=layout_, codec=codec_, dtype=dtype
+        cache, block_table, seq_lens, layout=layout_, codec=codec_of(codec), dtype=dtype, **steps
     )
     return result
 
@@ -310,7 +394,8 @@ def _dequantize_fake(
     dtype: torch.dtype,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    layout_, _ = _check_dequantize(cache, block_table, seq_lens, layout, codec, dtype)
+    arrays = spec(cache), spec(block_table), spec(seq_lens)
+    layout_, _ = _check_dequantize(arrays, layout, codec, dtype)
     shape = (
         block_table.shape[0],
         block_table.shape[1] * layout_.page_size,

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.cases import CONFIGS, HEAD_DIMS, config_id
-from tq_core import CacheLayout, QuantConfig, why_unsupported
+from tq_core import CacheLayout, QuantConfig, support, why_unsupported
 from tq_core.layout import ORDERS
 from tq_core.support import BACKENDS, choose_backend
 
@@ -53,3 +55,107 @@ def test_the_cpu_default_is_native():
 def test_unknown_backends_are_refused(call):
     with pytest.raises(ValueError, match=r"backend: expected one of \['triton'.*got 'cutlass'"):
         call(LAYOUT, backend="cutlass", target="cpu")
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """Sets which Triton seems to be installed, and whether it seems to interpret."""
+    kernels = pytest.importorskip("tq_core.kernels")
+
+    def install(version, interpreted=False):
+        def found(name):
+            if version is None:
+                raise ImportError("a library is missing")
+            return SimpleNamespace(__version__=version)
+
+        support._triton_reasons.cache_clear()
+        monkeypatch.setattr(support, "find_spec", lambda name: name)
+        monkeypatch.setattr(support, "import_module", found)
+        monkeypatch.setattr(kernels, "interpreted", lambda: interpreted)
+
+    yield install
+    support._triton_reasons.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.10.0", "4.0.0+git1234"])
+@pytest.mark.parametrize("backend, targets", [("triton", ("cuda", "hip")), ("interpret", ("cpu",))])
+def test_kernels_serve_on_their_devices(triton, version, backend, targets):
+    triton(version, interpreted=backend == "interpret")
+    for target in TARGETS:
+        reasons = why_unsupported(LAYOUT, backend=backend, target=target)
+        assert (reasons == []) == (target in targets)
+
+
+def test_the_gpu_default_is_triton_and_interpret_is_never_one(triton):
+    triton("3.6.0")
+    assert choose_backend(LAYOUT, backend=None, target="cuda") == "triton"
+    assert choose_backend(LAYOUT, backend=None, target="hip") == "triton"
+    triton("3.6.0", interpreted=True)
+    for target in ("cpu", "cuda"):
+        assert choose_backend(LAYOUT, backend=None, target=target) == "native"
+
+
+@pytest.mark.parametrize("version", ["2.3.1", "3.5.1+git"])
+def test_an_old_triton_is_named(triton, version):
+    triton(version)
+    reasons = why_unsupported(LAYOUT, backend="triton", target="cuda")
+    assert reasons == [f"triton 3.6 or newer is needed, {version} is installed"]
+    assert choose_backend(LAYOUT, backend=None, target="cuda") == "native"
+
+
+def test_a_missing_and_a_broken_triton_are_named(triton, monkeypatch):
+    triton(None)
+    (reason,) = why_unsupported(LAYOUT, backend="triton", target="cuda")
+    assert reason == "triton is installed and cannot be imported: a library is missing"
+    support._triton_reasons.cache_clear()
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    (reason,) = why_unsupported(LAYOUT, backend="triton", target="cuda")
+    assert reason == "the triton package is not installed"
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_the_interpreter_is_chosen_before_triton_is_imported(triton, interpreted):
+    triton("3.6.0", interpreted)
+    backend, target = (("interpret", "cpu"), ("triton", "cuda"))[interpreted]
+    (reason,) = why_unsupported(LAYOUT, backend=backend, target=target)
+    assert "TRITON_INTERPRET=1" in reason
+
+
+@pytest.mark.parametrize("backend, target", [("triton", "cuda"), ("interpret", "cpu")])
+def test_a_head_dim_for_native_alone_names_it(triton, backend, target):
+    triton("3.6.0", interpreted=backend == "interpret")
+    layout = CacheLayout(QuantConfig(), 8, 100, 16)
+    (reason,) = why_unsupported(layout, backend=backend, target=target)
+    assert "multiple of 8, not 100" in reason
+    assert "backend='native'" in reason
+    assert choose_backend(layout, backend=None, target=target) == "native"
+
+
+def test_reasons_come_together(triton):
+    triton("3.5.0")
+    layout = CacheLayout(QuantConfig(), 8, 100, 16)
+    reasons = why_unsupported(layout, backend="triton", target="cpu", framework="jax")
+    for words in ("tq_jax has no triton", "not on cpu", "multiple of 8", "3.6 or newer"):
+        assert sum(words in reason for reason in reasons) == 1
+
+
+def test_reasons_of_a_call(triton):
+    triton("3.6.0")
+    call = {"target": "cuda", "kernel_reasons": ("its address is odd",)}
+    assert choose_backend(LAYOUT, backend=None, **call) == "native"
+    assert choose_backend(LAYOUT, backend="native", **call) == "native"
+    with pytest.raises(ValueError, match=r"'triton' cannot serve this call: its address is odd"):
+        choose_backend(LAYOUT, backend="triton", **call)
+
+
+@pytest.mark.parametrize("framework", support.FRAMEWORKS)
+def test_a_backend_that_a_framework_lacks_is_named(framework):
+    for backend in BACKENDS:
+        reasons = why_unsupported(LAYOUT, backend=backend, target="cuda", framework=framework)
+        lacks = backend not in support.FRAMEWORKS[framework]
+        assert any(f"tq_{framework} has no {backend} backend" in r for r in reasons) == lacks
+
+
+def test_unknown_frameworks_are_refused():
+    with pytest.raises(ValueError, match=r"framework: expected one of \['torch', 'jax'\]"):
+        why_unsupported(LAYOUT, backend="native", target="cpu", framework="numpy")

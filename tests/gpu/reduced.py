@@ -1,7 +1,8 @@
-"""A table small enough for compute-sanitizer, every format, order and kernel once."""
+"""A table small enough for compute-sanitizer: ``python -m tests.gpu.reduced [preset ...]``."""
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 
@@ -12,10 +13,12 @@ BATCH = ((1, 130), (3, 33), (0, 4), (1, 0))
 ALL = Extras("heads", "heads", "heads", "heads")
 
 
-def main() -> None:
+def main(presets: list[str]) -> None:
     start = time.time()
     orders = ("planes", "token", "head")
     for i, (preset, config) in enumerate(PRESET_CONFIGS.items()):
+        if presets and preset not in presets:
+            continue
         case = AttentionCase(
             config,
             (64, 72, 128)[i % 3],
@@ -39,4 +42,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

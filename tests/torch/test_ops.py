@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,4 +180,103 @@ def test_a_codec_is_found_as_long_as_an_equal_one_lives():
     del second
     gc.collect()
     with pytest.raises(LookupError, match=f"no Codec with digest {digest[:12]} is alive"):
+        ops.codec_of(digest)
+
+
+def test_inductor_compiles_a_step():
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("Inductor needs a C++ compiler on CPUs")
+    layout = CacheLayout(QuantConfig.preset("4bit"), 2, 64, 16)
+    codec = Codec(layout.config, 64)
+
+    def step(query, key, value, cache, slots, table, scale):
+        tq_torch.store(key + 0, 2 * value, cache, slots, layout=layout, codec=codec)
+        lens = torch.full((1,), query.shape[0], dtype=torch.int32)
+        where = {"layout": layout, "codec": codec}
+        return 2 * tq_torch.decode_attention(query[-1:], cache, table, lens, scale=scale, **where)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for num_tokens, scale in ((20, 0.1), (33, 0.3)):
+        inputs = step_inputs(num_tokens, layout)
+        clone = [x.clone() for x in inputs]
+        assert torch.allclose(compiled(*inputs, scale), step(*clone, scale), rtol=1e-5, atol=1e-5)
+        assert torch.equal(inputs[3], clone[3])
+
+
+def test_compiled_code_serves_another_codec_after_another_trace():
+    layout = CacheLayout(QuantConfig.preset("4bit"), 2, 64, 16)
+    _, key, value, cache, slots, _ = step_inputs(20, layout)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def store(key, value, cache, slots, codec):
+        tq_torch.store(key, value, cache, slots, layout=layout, codec=codec)
+
+    for seed in range(2):
+        codec = Codec(layout.config, 64, seed=seed)
+        want = cache.clone()
+        tq_torch.store(key, value, want, slots, layout=layout, codec=codec)
+        store(key, value, cache, slots, codec)
+        assert torch.equal(cache, want)
+
+
+def test_compiled_hints_may_be_sizes_of_the_batch():
+    layout = CacheLayout(QuantConfig.preset("4bit"), 2, 64, 16)
+    codec = Codec(layout.config, 64)
+
+    def attend(query, cache, table):
+        lens = torch.full((1,), query.shape[0], dtype=torch.int32)
+        rows = torch.tensor([0, query.shape[0]], dtype=torch.int32)
+        return tq_torch.attention(
+            query, cache, table, lens, rows, layout=layout, codec=codec,
+            max_query_len=query.shape[0], max_seq_len=query.shape[0] + 1,
+        )  # fmt: skip
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (20, 33, 40):
+        query, key, value, cache, slots, table = step_inputs(num_tokens, layout)
+        tq_torch.store(key, value, cache, slots, layout=layout, codec=codec)
+        assert torch.equal(compiled(query, cache, table), attend(query, cache, table))
+
+
+def test_compiled_into_a_given_out_of_any_strides():
+    tensors = attention_tensors(FEATURES)
+    shape = tensors["query"].shape
+
+    options = FEATURES.options
+
+    def attend(out, **tensors):
+        return tq_torch.attention(**tensors, **options, out=out, return_lse=True)
+
+    out = torch.full(shape[::-1], float("nan"), dtype=tensors["query"].dtype).permute(2, 1, 0)
+    strides = out.stride()
+    _, lse = torch.compile(attend, fullgraph=True, backend="aot_eager")(out, **tensors)
+    assert out.stride() == strides
+    assert_close(to_float64(out), lse.numpy(), FEATURES)
+
+
+def test_the_default_device_of_torch_does_not_matter():
+    tensors = attention_tensors(DECODE)
+    with torch.device("meta"):
+        out, lse = tq_torch.attention(**tensors, **DECODE.options, return_lse=True)
+    assert_close(to_float64(out), lse.numpy(), DECODE)
+
+
+def test_calls_keep_no_codec_alive():
+    """What is prepared for a signature of a call holds plans, not codecs."""
+    case = replace(DECODE, seed=4321)
+    codec = Codec(case.config, case.head_dim, seed=4321)
+    digest = codec.digest
+    arrays = tuple(
+        None if x is None else (x.shape, x.dtype, x.stride(), x.device)
+        for x in operator_arguments(DECODE)[0]
+    )
+    query, cache, table, lens, starts, out = arrays
+    options = {"num_kv_splits": None}
+    ops._prepare_attention(
+        (query, cache, table, lens, starts, None, None, out),
+        16, case.layout.descriptor, digest, tuple(options.items()), "", "native",
+    )  # fmt: skip
+    del codec
+    gc.collect()
+    with pytest.raises(LookupError, match="is alive"):
         ops.codec_of(digest)

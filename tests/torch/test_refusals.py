@@ -112,6 +112,15 @@ ATTENTION = [
     ({"query_start_loc": torch.tensor([0, 1, 4]).int()}, ValueError, "query_start_loc: expected r"),
     ({"query_start_loc": None}, TypeError, "query_start_loc: expected a torch.Tensor"),
     ({"backend": "interpret2"}, ValueError, "backend: expected one of"),
+    ({"backend": 1}, ValueError, "backend: expected one of"),
+    ({"backend": "triton"}, ValueError, "backend: 'triton' cannot serve .* not on cpu"),
+    ({"backend": "interpret"}, ValueError, "backend: 'interpret' cannot serve .*Triton"),
+    ({"plan": {"block_t": 64}}, ValueError, "plan: the native backend launches no kernels"),
+    ({"plan": 64}, TypeError, "plan: expected a mapping of names to ints"),
+    ({"plan": {"block_t": 64.0}}, TypeError, "plan: expected block_t to be an int, got 64.0"),
+    ({"plan": {3: 64}}, TypeError, "plan: expected names of overrides, got 3"),
+    ({"plan": {"block_t=64,num_warps": 4}}, TypeError, "plan: expected names of overrides"),
+    ({"plan": {"num_splits": 2}, "num_kv_splits": 3}, ValueError, "plan: num_splits=2 and num_kv_"),
 ]
 
 
