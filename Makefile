@@ -12,10 +12,10 @@ PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_WORKERS
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format typecheck bench-cpu wheel setup clean distclean
+.PHONY: help demo test test-interpret check lint format typecheck bench-cpu wheel setup clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## run a language model on a packed cache, in PyTorch and JAX (ARGS="--model DIR")
 	$(PY) -m examples.demo $(ARGS)

@@ -255,10 +255,13 @@ def test_a_code_at_an_edge_may_go_either_way():
 
 
 def test_many_codes_at_an_edge_are_too_many():
-    """A constant key, which the default rotation of 128 sends to 0 in 24 coordinates."""
+    """Keys with 24 of 128 rotated coordinates at an edge."""
     case = StoreCase(QuantConfig("mse2", "int2"), 128)
     inputs = make_store_inputs(case)
-    key = np.ones_like(inputs.key)
+    edge = midpoints(case.codec.centroids)[1]
+    rotated = np.full(128, np.sqrt((1 - 24 * edge**2) / 104), np.float32)
+    rotated[:24] = edge
+    key = np.broadcast_to(rotated @ case.codec.rotation, inputs.key.shape).astype(np.float32)
     noise = 1e-7 * np.random.default_rng(0).normal(size=key.shape)
     cache = stored_with(case, inputs._replace(key=(key + noise).astype(np.float32)))
     with pytest.raises(AssertionError, match="codes differ"):

@@ -24,13 +24,11 @@ from tests.torch.helpers import (
 )
 from tq_core import QuantConfig, dispatch, kernels, why_unsupported
 
-pytestmark = [
-    pytest.mark.skipif(
-        not kernels.interpreted(), reason="needs TRITON_INTERPRET=1 in the environment"
-    ),
-    # Numpy computes both sides of a choice and says so of the side that is not taken.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+if not kernels.interpreted():
+    pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+# Numpy computes both sides of a choice and says so of the side that is not taken.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 RAGGED = ((1, 17), (5, 3), (0, 16), (2, 0), (3, 80))
 ONE_ROW = ((1, 70), (1, 1), (1, 0), (1, 17))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.cases import AttentionCase, make_attention_inputs
 from tq_core import CacheLayout, Codec, QuantConfig, codebook, dispatch
 from tq_core.dispatch import AttentionPlan, Device, Launch
 from tq_core.validation import ArraySpec, check_attention
@@ -50,22 +51,65 @@ def attention_plan(
     config = QuantConfig.preset(preset)
     layout = CacheLayout(config, num_kv_heads, head_dim, page_size, order)
     codec = Codec(config, head_dim) if cubic else table_codec(config, head_dim)
-    heads, rows = num_kv_heads * group, num_seqs * query_len
-    decode = query_len == 1
     features = dict(features or {})
     flags = {f"has_{n}": features.pop(n, False) for n in ("sinks", "alibi")}
+    return _plan(
+        layout,
+        codec,
+        target,
+        shape=(num_seqs * query_len, num_kv_heads * group),
+        table=(num_seqs, -(-seq_len // page_size)),
+        decode=query_len == 1,
+        max_query_len=query_len,
+        overrides=overrides,
+        features=features,
+        **flags,
+    )
+
+
+def case_plan(case: AttentionCase, target: str) -> AttentionPlan:
+    """The plan of a call of ``attention`` with a case's arrays."""
+    arrays = make_attention_inputs(case)
+    return _plan(
+        case.layout,
+        case.codec,
+        target,
+        shape=arrays["query"].shape[:2],
+        table=arrays["block_table"].shape,
+        decode=False,
+        has_sinks=case.sinks,
+        has_alibi=case.alibi,
+        features={n: getattr(case, n) for n in ("scale", "causal", "sliding_window", "softcap")},
+    )
+
+
+def _plan(
+    layout: CacheLayout,
+    codec: Codec,
+    target: str,
+    *,
+    shape: tuple[int, int],
+    table: tuple[int, int],
+    decode: bool,
+    has_sinks: bool,
+    has_alibi: bool,
+    features: dict,
+    max_query_len: int | None = None,
+    overrides: dict | None = None,
+) -> AttentionPlan:
+    (rows, heads), dim = shape, layout.head_dim
     call = check_attention(
-        ArraySpec((rows, heads, head_dim), "bfloat16"),
+        ArraySpec((rows, heads, dim), "bfloat16"),
         ArraySpec(layout.shape(8), "uint8"),
-        ArraySpec((num_seqs, -(-seq_len // page_size)), "int32"),
-        ArraySpec((num_seqs,), "int32"),
-        None if decode else ArraySpec((num_seqs + 1,), "int32"),
+        ArraySpec(table, "int32"),
+        ArraySpec(table[:1], "int32"),
+        None if decode else ArraySpec((table[0] + 1,), "int32"),
         layout=layout,
         codec=codec,
-        max_query_len=query_len,
+        max_query_len=max_query_len,
         **features,
     )
-    strides = (heads * head_dim, head_dim, 1)
+    strides = (heads * dim, dim, 1)
     return dispatch.plan_attention(
         call,
         layout,
@@ -76,8 +120,9 @@ def attention_plan(
         query_strides=strides,
         out_strides=strides,
         cache_align=16,
+        has_sinks=has_sinks,
+        has_alibi=has_alibi,
         overrides=overrides,
-        **flags,
     )
 
 
