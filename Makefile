@@ -25,6 +25,9 @@ test: $(READY) ## run the tests (ARGS="-k store", ARGS="-m gpu")
 	@# Triton interprets kernels in a process of its own; 5: ARGS select no test there.
 	TRITON_INTERPRET=1 $(PYTEST) $(ARGS) || test $$? -eq 5
 
+test-interpret: $(READY) ## run the Triton kernels on the CPU, in Triton's interpreter
+	TRITON_INTERPRET=1 $(PYTEST) $(ARGS)
+
 check: lint typecheck test ## lint, types and tests
 
 lint: $(READY) ## check style and formatting
