@@ -53,7 +53,7 @@ def _tile(
     q, row_scale, row_const, slope, position, key_phase, value_phase,
     cache_ptr, pages_ptr, key_table_ptr, value_table_ptr,
     head, first_token, end_token,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_ALIBI: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
@@ -217,11 +217,17 @@ def _tile(
     if MASKED:
         weight = tl.where(seen, weight, 0.0)
     decay = tl.exp2(m - m_new)
+    scaled = (weight * value_scale[:, None]).to(tl.float16)
+    if HAS_VALUE_SHIFT:
+        # What the offset adds cancels a mean of the coded values: all sums then take the weights
+        # as the matrix unit gets them.
+        inverse = 1 / tl.where(value_scale == 0, 1.0, value_scale)
+        rounded = scaled.to(tl.float32) * inverse[:, None]
+        weight = tl.where((value_scale == 0)[:, None], weight, rounded)
     # One partial sum for each row of a matrix-unit tile: adding those up waits for the end.
     l = l * decay[None, :] + _partial_sum(weight)
     if VALUE_KIND == "int":
         z = z * decay[None, :] + _partial_sum(weight * value_zero[:, None])
-    scaled = (weight * value_scale[:, None]).to(tl.float16)
     if VALUE_CODES == 11:
         value_unit, value_extra = align_words(
             value_unit, value_extra, value_phase[:, None], VALUE_KIND
@@ -376,9 +382,9 @@ def attention(
         acc, m, l, z = _tile(
             j, acc, m, l, z, q, row_scale, row_const, slope, position, key_phase, value_phase,
             cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
-            False, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW, PAGE_SIZE, PAGE_STRIDE,
-            KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE, VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE,
-            VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, META_BASE, META_HEAD_STRIDE, META_VALUE,
+            False, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW,
+            PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE, VALUE_HEAD_STRIDE,
+            VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, META_BASE, META_HEAD_STRIDE, META_VALUE,
             META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD, KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT,
             KEY_CODES, KEY_PLANAR, KEY_CUBIC, KEY_ASM, KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS,
             VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
@@ -391,9 +397,9 @@ def attention(
         acc, m, l, z = _tile(
             j, acc, m, l, z, q, row_scale, row_const, slope, position, key_phase, value_phase,
             cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
-            True, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW, PAGE_SIZE, PAGE_STRIDE,
-            KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE, VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE,
-            VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, META_BASE, META_HEAD_STRIDE, META_VALUE,
+            True, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW,
+            PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE, VALUE_HEAD_STRIDE,
+            VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, META_BASE, META_HEAD_STRIDE, META_VALUE,
             META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD, KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT,
             KEY_CODES, KEY_PLANAR, KEY_CUBIC, KEY_ASM, KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS,
             VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
