@@ -161,8 +161,15 @@ class Codec:
         self._register()
 
     def _register(self) -> None:
-        living = _LIVE.setdefault(self.digest, [])
-        living.append(ref(self, living.remove))
+        digest = self.digest
+        living = _LIVE.setdefault(digest, [])
+
+        def forget(dead: ref[Codec]) -> None:
+            living.remove(dead)
+            if not living and _LIVE.get(digest) is living:
+                del _LIVE[digest]
+
+        living.append(ref(self, forget))
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{name}: a Codec is immutable")

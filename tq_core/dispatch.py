@@ -19,7 +19,8 @@ from tq_core.layout import CacheLayout
 from tq_core.validation import MAX_KV_SPLITS, AttentionCall
 
 MAX_SCRATCH_BYTES = 64 * 2**20
-MAX_SPLITS = 128
+#: KV splits to choose from: each number is a kernel of its own to compile.
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 #: Shared memory of an attention program besides its tiles: queries, layout changes, the driver's.
 _FIXED_SHARED = 4608
 #: Bound of a transformed query in fp16, see ``query_arrays``.
@@ -387,9 +388,11 @@ def _launch(
 
 def _splits(programs: int, tiles: int, slots: int, row_bytes: int, rows: int) -> int:
     """KV splits whose last wave is full, as few as reach that."""
-    limit = max(1, min(MAX_SPLITS, tiles // 4, MAX_SCRATCH_BYTES // max(1, rows * row_bytes)))
+    limit = max(1, min(tiles // 4, MAX_SCRATCH_BYTES // max(1, rows * row_bytes)))
     best, best_cost = 1, math.inf
-    for splits in range(1, limit + 1):
+    for splits in SPLITS:
+        if splits > limit:
+            break
         waves = -(-programs * splits // slots)
         # Time of a wave ~ 1 / splits; a split costs about two tiles of start and merge.
         cost = waves * (tiles / splits + 2)

@@ -1,0 +1,164 @@
+"""Launch plans: data made of plain numbers, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.kernels.plans import DEVICES, attention_plan, launches
+from tq_core import PRESETS, CacheLayout, Codec, QuantConfig, dispatch
+from tq_core.dispatch import MAX_SCRATCH_BYTES, SPLITS
+from tq_core.validation import ArraySpec, check_attention
+
+H200 = DEVICES["sm_90"]
+
+
+def constants(launch):
+    return dict(launch.constexprs)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("target", DEVICES)
+def test_equal_calls_have_equal_plans(preset, target):
+    first, second = (attention_plan(preset, target) for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    for launch in launches(first):
+        assert all(isinstance(v, int | float | str | tuple) for v in constants(launch).values()), (
+            launch
+        )
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 7, 8, 16, 33, 64, 200, 1000])
+@pytest.mark.parametrize("seq_len", [1, 63, 300, 1024, 8192, 131072])
+def test_splits(num_seqs, seq_len):
+    plan = attention_plan("4bit", num_seqs=num_seqs, seq_len=seq_len)
+    assert plan.num_splits in SPLITS
+    tiles = -(-seq_len // 64)
+    assert plan.num_splits == 1 or tiles // plan.num_splits >= 4
+    assert constants(plan.attention)["NUM_SPLITS"] == plan.num_splits
+    rows = num_seqs * 32
+    if plan.num_splits == 1:
+        assert plan.merge is None
+        assert plan.partial_shape is None
+    else:
+        assert plan.partial_shape == (rows, plan.num_splits, 128)
+        assert plan.state_shape == (rows, plan.num_splits, 2)
+        assert 4 * rows * plan.num_splits * 128 <= MAX_SCRATCH_BYTES
+        assert constants(plan.merge)["NUM_SPLITS"] == plan.num_splits
+
+
+def test_few_long_sequences_are_split_further_than_many_short_ones():
+    assert attention_plan("4bit", num_seqs=1, seq_len=131072).num_splits == 128
+    assert attention_plan("4bit", num_seqs=1000, seq_len=1024).num_splits == 1
+
+
+def test_a_hint_of_the_length_is_for_the_splits_alone():
+    short, long = (
+        attention_plan("4bit", num_seqs=4, seq_len=n, overrides={"num_splits": 4})
+        for n in (512, 65536)
+    )
+    assert short == long
+
+
+@pytest.mark.parametrize(
+    "preset, stages", [("4bit", 5), ("2bit", 5), ("4bit_hq", 5), ("k8v8", 2), ("3bit", 2)]
+)
+def test_two_buffers_where_they_fit_beside_the_others(preset, stages):
+    assert attention_plan(preset).attention.num_stages == stages
+    small = replace(H200, shared_memory=65536)
+    assert plan_on(small, preset).attention.num_stages == 2
+
+
+def plan_on(device, preset="4bit", head_dim=128, overrides=None, group=4):
+    layout = CacheLayout(QuantConfig.preset(preset), 2, head_dim, 16)
+    codec = Codec(layout.config, head_dim)
+    call = check_attention(
+        ArraySpec((8, 2 * group, head_dim), "float16"),
+        ArraySpec(layout.shape(4), "uint8"),
+        ArraySpec((8, 64), "int32"),
+        ArraySpec((8,), "int32"),
+        None,
+        layout=layout,
+        codec=codec,
+    )
+    strides = (2 * group * head_dim, head_dim, 1)
+    return dispatch.plan_attention(
+        call,
+        layout,
+        dispatch.codec_traits(codec),
+        device,
+        decode=True,
+        page_stride=layout.page_bytes,
+        query_strides=strides,
+        out_strides=strides,
+        cache_align=16,
+        has_sinks=False,
+        has_alibi=False,
+        overrides=overrides,
+    )
+
+
+def test_a_small_device_gets_smaller_tiles():
+    big, small = (plan_on(replace(H200, shared_memory=n), "k8v8") for n in (232448, 16384))
+    assert constants(big.attention)["BLOCK_T"] == 64
+    assert constants(small.attention)["BLOCK_T"] == 32
+    assert small.attention.num_stages == 2
+
+
+def test_what_no_tile_fits_is_refused():
+    with pytest.raises(ValueError, match="shared memory, a program has 4096 here"):
+        plan_on(replace(H200, shared_memory=4096))
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"block_m": 8}, r"plan: expected any of \['asm', 'block_n'.*got \['block_m'\]"),
+        ({"block_n": 4}, "block_n to be a power of two from 8 to 256, got 4"),
+        ({"block_t": 48}, "block_t to be a power of two from 16 to 256, got 48"),
+        ({"num_warps": 3}, "num_warps to be a power of two from 1 to 16, got 3"),
+        ({"num_stages": 0}, "num_stages to be a number from 1 to 8, got 0"),
+        ({"num_splits": 257}, "num_splits to be a number from 1 to 256, got 257"),
+        ({"asm": 2}, "asm to be a number from 0 to 1, got 2"),
+        ({"block_t": 256, "num_stages": 8}, "block_t=256 and num_stages=8 need about .* bytes"),
+    ],
+)
+def test_impossible_overrides(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        plan_on(H200, "k8v8", 256, overrides)
+
+
+def test_overrides_arrive_in_the_launch():
+    overrides = {
+        "block_n": 16, "block_t": 32, "num_warps": 2, "num_stages": 3, "num_splits": 5, "asm": 0,
+    }  # fmt: skip
+    plan = plan_on(H200, overrides=overrides)
+    launch = plan.attention
+    assert (launch.num_warps, launch.num_stages, plan.num_splits) == (2, 3, 5)
+    assert constants(launch)["BLOCK_N"] == 16
+    assert constants(launch)["BLOCK_T"] == 32
+    assert constants(launch)["KEY_ASM"] == ""
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_inline_ptx_is_for_cuda_alone(target):
+    text = constants(attention_plan("4bit", target).attention)["KEY_ASM"]
+    assert bool(text) == target.startswith("sm_")
+
+
+@pytest.mark.parametrize("key, head_dim, codes", [("mse3", 128, 11), ("mse3", 72, 8)])
+def test_three_bit_codes_come_in_words_where_they_fill_them(key, head_dim, codes):
+    reader = constants(plan_on(H200, "3bit", head_dim).attention)
+    assert reader["KEY_CODES"] == reader["VALUE_CODES"] == codes
+
+
+def test_foreign_centroids_take_the_table():
+    config = QuantConfig.preset("4bit_hq")
+    own = dispatch.codec_traits(Codec(config, 64))
+    foreign = dispatch.codec_traits(
+        Codec(config, 64, centroids=range(16), value_centroids=range(16))
+    )
+    assert (own.key_kind, own.value_kind) == ("poly", "poly")
+    assert (foreign.key_kind, foreign.value_kind) == ("table", "table")
