@@ -26,7 +26,8 @@ LEAST_RATIO = {"4bit": 2.7, "3bit": 1.0, "k8v4": 1.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--presets", default="4bit,3bit,k3v4,k8v4,2bit,4bit_hq,3bit_hq,k8v8")
+    presets = "4bit,3bit,k3v4,k8v4,2bit,4bit_hq,3bit_hq,k8v8"
+    parser.add_argument("--presets", default=presets, help="comma-separated")
     parser.add_argument("--shapes", default="64:8192:8:4:128", help="B:L:Hk:g:D, comma-separated")
     parser.add_argument("--page-sizes", default="64", help="comma-separated")
     parser.add_argument("--orders", default="planes", help="byte orders, comma-separated")

@@ -389,7 +389,7 @@ def _transform(name: str, value: Any, head_dim: int) -> np.ndarray | None:
     if not condition < _CONDITION:
         raise ValueError(
             f"{name}: expected an invertible matrix (condition number below {_CONDITION:g}), "
-            f"got {condition:.2g}"
+            f"got {'a singular one' if np.isnan(condition) else f'{condition:.2g}'}"
         )
     if singular.min() < np.finfo(np.float32).tiny:
         raise ValueError(

@@ -25,12 +25,19 @@ def why_unsupported(
         layout: the cache's layout.
         backend: ``"native"`` (the framework's own operations, any device), ``"triton"``,
             ``"interpret"`` (the Triton sources on the CPU, for tests) or ``"pallas"``.
-        target: a device kind, ``"cpu"``, ``"cuda"``, ``"hip"``, ...
+        target: a device kind, ``"cpu"``, ``"cuda"``, ``"hip"`` (ROCm), ...; ``"cuda:0"`` is
+            ``"cuda"``.
         framework: ``"torch"`` or ``"jax"``.
 
     Raises:
+        TypeError: ``layout`` is not a ``CacheLayout``, or ``target`` not a str.
         ValueError: an unknown backend or framework.
     """
+    if not isinstance(layout, CacheLayout):
+        raise TypeError(f"layout: expected a CacheLayout, got {type(layout).__name__}")
+    if not isinstance(target, str):
+        raise TypeError(f"target: expected the name of a device kind, got {target!r}")
+    target = target.partition(":")[0]
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
     if framework not in FRAMEWORKS:

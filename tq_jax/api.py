@@ -28,7 +28,8 @@ def empty_cache(layout: CacheLayout, num_pages: int, *, device: Any = None) -> j
         uint8 ``[num_pages, page_size, num_kv_heads, slot_bytes]``.
 
     Raises:
-        TypeError: ``layout`` is no :class:`tq_core.CacheLayout`, ``num_pages`` no int.
+        TypeError: ``layout`` is no :class:`tq_core.CacheLayout`, ``num_pages`` no int, or
+            ``device`` a name.
         ValueError: ``num_pages`` is negative, or a page is too large for int32 offsets.
 
     Example:
@@ -43,6 +44,11 @@ def empty_cache(layout: CacheLayout, num_pages: int, *, device: Any = None) -> j
         raise TypeError(f"num_pages: expected an int, got {num_pages!r}")
     if num_pages < 0:
         raise ValueError(f"num_pages: expected at least 0, got {num_pages}")
+    if isinstance(device, str):
+        raise TypeError(
+            f"device: expected a jax.Device, a sharding or None, got {device!r}; "
+            f"jax.devices({device!r})[0] is one"
+        )
     _check_page(layout)
     return jnp.zeros(layout.shape(int(num_pages)), jnp.uint8, device=device)
 

@@ -74,7 +74,7 @@ def plan_key(plan: Mapping[str, int] | None) -> str:
     for name, value in plan.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise TypeError(f"plan: expected names of overrides, got {name!r}")
-        if not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"plan: expected {name} to be an int, got {value!r}")
     return ",".join(f"{name}={int(plan[name])}" for name in sorted(plan))
 
@@ -100,7 +100,6 @@ def spec(x: Tensor) -> ArraySpec:
     return _spec(_signature(x))
 
 
-@lru_cache(maxsize=32)
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float16"`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")

@@ -159,3 +159,21 @@ def test_a_backend_that_a_framework_lacks_is_named(framework):
 def test_unknown_frameworks_are_refused():
     with pytest.raises(ValueError, match=r"framework: expected one of \['torch', 'jax'\]"):
         why_unsupported(LAYOUT, backend="native", target="cpu", framework="numpy")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"layout": 3, "target": "cuda"}, "layout: expected a CacheLayout, got int"),
+        ({"layout": LAYOUT, "target": None}, "target: expected the name of a device kind"),
+    ],
+)
+def test_wrong_types_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        why_unsupported(**arguments, backend="native")
+
+
+def test_a_device_index_is_no_other_target():
+    for target in ("cuda", "hip", "cpu"):
+        want = why_unsupported(LAYOUT, backend="triton", target=target)
+        assert why_unsupported(LAYOUT, backend="triton", target=f"{target}:1") == want

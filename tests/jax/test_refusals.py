@@ -201,3 +201,9 @@ def test_a_traced_option_is_refused(name, value):
 def test_all_reasons_of_a_backend_are_given():
     with pytest.raises(ValueError, match=r"no triton backend.*; triton runs on cuda and hip"):
         tq_jax.store(**store_arguments(), backend="triton")
+
+
+def test_a_device_by_name():
+    layout = CacheLayout(PRESET_CONFIGS["4bit"], 2, 64, 16)
+    with pytest.raises(TypeError, match=r"device: expected a jax.Device.*jax.devices\('cpu'\)"):
+        tq_jax.empty_cache(layout, 2, device="cpu")

@@ -118,6 +118,7 @@ ATTENTION = [
     ({"plan": {"block_t": 64}}, ValueError, "plan: the native backend launches no kernels"),
     ({"plan": 64}, TypeError, "plan: expected a mapping of names to ints"),
     ({"plan": {"block_t": 64.0}}, TypeError, "plan: expected block_t to be an int, got 64.0"),
+    ({"plan": {"num_splits": True}}, TypeError, "plan: expected num_splits to be an int, got True"),
     ({"plan": {3: 64}}, TypeError, "plan: expected names of overrides, got 3"),
     ({"plan": {"block_t=64,num_warps": 4}}, TypeError, "plan: expected names of overrides"),
     ({"plan": {"num_splits": 2}, "num_kv_splits": 3}, ValueError, "plan: num_splits=2 and num_kv_"),
