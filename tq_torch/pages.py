@@ -223,6 +223,8 @@ class PageReader:
         words = part.words() if flat.shape[1] % WORD == 0 else None
         if words is not None:
             view = words.view(flat.view(torch.int32))[:, slots].unflatten(0, lead)
+            if view.ndim == 4:  # one word a token and head
+                view = view.unsqueeze(-1)
             return view.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8)
         view = part.view(flat)[:, slots].unflatten(0, lead)
         return view.permute(0, 3, 1, 2, *range(4, view.ndim)).flatten(4)

@@ -5,10 +5,16 @@ import pytest
 import torch
 
 import tq_torch
-from tests.cases import ATTENTION_CASES, DTYPES
+from tests.cases import ATTENTION_CASES, DTYPES, AttentionCase
 from tests.torch.helpers import DTYPES as TORCH_DTYPES
-from tests.torch.helpers import attention_tensors, to_float64
-from tq_core import reference
+from tests.torch.helpers import (
+    attention_tensors,
+    check_attention,
+    check_dequantize,
+    to_float64,
+)
+from tq_core import PRESETS, QuantConfig, reference
+from tq_core.layout import ORDERS
 from tq_torch import native
 
 CASES = [c for c in ATTENTION_CASES if c.sliding_window is None]
@@ -39,6 +45,16 @@ def test_dequantize(case, dtype):
         assert actual.shape == want.shape
         scale = np.abs(want).max() + 1e-30
         assert np.abs(actual - want).max() <= TOLERANCE[dtype] * scale
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 32])
+def test_small_head_dims(head_dim, preset, order):
+    """The codes of a token and head may be one word, or less."""
+    case = AttentionCase(QuantConfig.preset(preset), head_dim, order=order, batch=((1, 20),))
+    check_dequantize(case, "native")
+    check_attention(case, "native")
 
 
 @pytest.mark.parametrize("elements", [1, 2**12])
