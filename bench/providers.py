@@ -110,7 +110,7 @@ def flashinfer(
     pairs += [tuple(x.clone() for x in pairs[0]) for _ in range(copies(num_bytes) - 1)]
     start = torch.arange(shape.B + 1, dtype=torch.int32, device="cuda")
     last = torch.full((shape.B,), (shape.L - 1) % PAGE + 1, dtype=torch.int32, device="cuda")
-    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    workspace = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
     heads = (shape.Hk * shape.g, shape.Hk, shape.D, PAGE)
     if query_len == 1:
         wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(

@@ -1,6 +1,7 @@
 """Storing tokens on a GPU: the packed cache beside a bf16 paged cache and a plain copy.
 
-`L` is the number of tokens of the call. Bytes are those read and written. The stored bytes are
+`L` is the number of tokens of the call. Bytes are those read and written. Calls repeat
+on the same memory, so that small ones are served by the L2 cache. The stored bytes are
 dequantised and compared with the input before anything is timed.
 """
 
