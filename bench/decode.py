@@ -1,8 +1,8 @@
 """Decode on a GPU: the packed cache beside bf16 and fp8 attention, all timed in one run.
 
 Every result of a shape is compared with fp64 attention over the dequantised cache before that shape
-is timed; a failure ends the run, and rows of earlier shapes stay. Times are those of whole public calls, replayed from a CUDA graph on memory
-too large for the L2 cache.
+is timed; a failure ends the run, and rows of earlier shapes stay. Times are those of whole public
+calls, replayed from a CUDA graph on memory too large for the L2 cache.
 """
 
 from __future__ import annotations
