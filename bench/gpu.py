@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
+import math
 import multiprocessing
 import re
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,9 +21,17 @@ import torch
 from torch import Tensor
 
 import tq_torch
-from tq_core import CacheLayout, Codec, QuantConfig
+from tq_core import PRESETS, CacheLayout, Codec, QuantConfig
+from tq_core.layout import ORDERS
 
+#: Where everything runs; tests put other names here.
+DEVICE = "cuda"
+BACKEND = "triton"
 RESULTS = Path(__file__).parent / "results"
+#: Copies of a working set at most: each is a launch in the graph.
+MOST_COPIES = 1024
+#: Device memory of a process that compiles, next to its tensors: context, libraries, kernels.
+WORKER_BYTES = 3 * 2**29
 COLUMNS = (
     "date", "commit", "device", "driver", "torch", "triton", "jax", "provider", "preset", "dtype",
     "B", "L", "Hk", "g", "D", "page_size", "order", "query_len", "num_splits", "us_median",
@@ -40,8 +51,8 @@ class Shape(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Shape:
         """``"64:8192:8:4:128"``."""
-        if not re.fullmatch(r"\d+(:\d+){4}", text):
-            raise ValueError(f"shape: expected B:L:Hk:g:D, got {text!r}")
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*){4}", text):
+            raise ValueError(f"shape: expected B:L:Hk:g:D, five positive ints, got {text!r}")
         return cls(*map(int, text.split(":")))
 
     @property
@@ -50,13 +61,78 @@ class Shape(NamedTuple):
         return 4 * self.B * self.L * self.Hk * self.D
 
 
+class Item(NamedTuple):
+    """One configuration of the packed cache to time; ``num_splits`` None: the plan's own."""
+
+    shape: Shape
+    preset: str
+    page_size: int
+    order: str
+    query_len: int
+    num_splits: int | None = None
+
+    @property
+    def plan(self) -> dict[str, int] | None:
+        """Overrides of the launch plan."""
+        return None if self.num_splits is None else {"num_splits": self.num_splits}
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        splits = "" if self.num_splits is None else f" splits {self.num_splits}"
+        return f"{self.preset} {self.order} P{self.page_size}{splits}"
+
+
 class Run(NamedTuple):
-    """One thing to time: ``calls`` do the same on different memory."""
+    """One thing to time: ``calls`` do the same on different memory.
+
+    Calls of attention return something that can be viewed as ``[B * query_len, Hq, D]``.
+    """
 
     provider: str
     calls: Sequence[Callable[[], Any]]
     cache_bytes: int
     fields: Mapping[str, Any]
+
+
+def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """The type of an argument that is a comma-separated list."""
+
+    def split(text: str) -> list[Any]:
+        try:
+            return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return split
+
+
+def positive(text: str) -> int:
+    """A count."""
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise ValueError(f"expected a positive int, got {text!r}")
+    return int(text)
+
+
+def preset(text: str) -> str:
+    """The name of a preset."""
+    if text not in PRESETS:
+        raise ValueError(f"preset: expected one of {sorted(PRESETS)}, got {text!r}")
+    return text
+
+
+def order(text: str) -> str:
+    """A byte order."""
+    if text not in ORDERS:
+        raise ValueError(f"order: expected one of {list(ORDERS)}, got {text!r}")
+    return text
+
+
+def replays(text: str) -> int:
+    """How often a graph is timed: enough for a median and quartiles."""
+    if not text.isdecimal() or int(text) < 20:
+        raise argparse.ArgumentTypeError(f"expected at least 20, got {text!r}")
+    return int(text)
 
 
 def require_gpu() -> bool:
@@ -74,8 +150,10 @@ def copies(num_bytes: int) -> int:
 
 
 def copies_needed(num_bytes: int, l2_bytes: int) -> int:
-    """Copies of ``num_bytes`` whose sum exceeds the L2 cache at least twice."""
-    return 1 if num_bytes >= 2 * l2_bytes else 1 + -(-2 * l2_bytes // num_bytes)
+    """Copies of ``num_bytes``, so many that between two uses of one, twice the L2 is touched."""
+    if num_bytes >= 2 * l2_bytes:
+        return 1
+    return min(MOST_COPIES, 1 + -(-2 * l2_bytes // num_bytes))
 
 
 class Cache(NamedTuple):
@@ -89,41 +167,46 @@ class Cache(NamedTuple):
 
 
 def make_cache(shape: Shape, preset: str, page_size: int, order: str | None, fill: bool) -> Cache:
-    """Random tokens in random pages; without ``fill`` the bytes are whatever they were."""
+    """Random tokens in random pages.
+
+    Without ``fill`` all sequences share the pages of one, whose bytes are whatever they were: the
+    kernels that run are the same, since none depends on the number of pages.
+    """
     layout = CacheLayout(QuantConfig.preset(preset), shape.Hk, shape.D, page_size, order)
     codec = Codec(layout.config, shape.D)
     width = -(-shape.L // page_size)
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    cache = tq_torch.empty_cache(layout, shape.B * width, device="cuda")
-    table = torch.randperm(shape.B * width, device="cuda", generator=generator).int()
-    table = table.view(shape.B, width)
+    num_seqs = shape.B if fill else 1
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    cache = tq_torch.empty_cache(layout, num_seqs * width, device=DEVICE)
+    table = torch.randperm(num_seqs * width, device=DEVICE, generator=generator).int()
+    table = table.view(num_seqs, width).expand(shape.B, width).contiguous()
     step = max(1, min(shape.L, 2**27 // (shape.Hk * shape.D)))
-    for b in range(shape.B if fill else 1):
+    for b in range(num_seqs):
         for first in range(0, shape.L if fill else 1, step):
-            token = torch.arange(first, min(first + step, shape.L), device="cuda")
+            token = torch.arange(first, min(first + step, shape.L), device=DEVICE)
             slots = table[b, token // page_size].long() * page_size + token % page_size
             size = (2, len(token), shape.Hk, shape.D)
-            key, value = torch.randn(size, device="cuda", generator=generator).bfloat16()
-            tq_torch.store(key, value, cache, slots, layout=layout, codec=codec)
-    lens = torch.full((shape.B,), shape.L, dtype=torch.int32, device="cuda")
+            key, value = torch.randn(size, device=DEVICE, generator=generator).bfloat16()
+            tq_torch.store(key, value, cache, slots, layout=layout, codec=codec, backend=BACKEND)
+    lens = torch.full((shape.B,), shape.L, dtype=torch.int32, device=DEVICE)
     return Cache(layout, codec, cache, table, lens)
 
 
 def make_query(shape: Shape, query_len: int = 1) -> Tensor:
     """bf16 ``[B * query_len, Hq, D]``."""
-    generator = torch.Generator(device="cuda").manual_seed(1)
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
     size = (shape.B * query_len, shape.Hk * shape.g, shape.D)
-    return torch.randn(size, device="cuda", generator=generator).bfloat16()
+    return torch.randn(size, device=DEVICE, generator=generator).bfloat16()
 
 
-def dense(data: Cache, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Dequantised bf16 keys and values ``[B, Hk, L, D]``, contiguous."""
+def dense(data: Cache, length: int, dtype: torch.dtype, seqs: Sequence[int]) -> Any:
+    """Dequantised keys and values ``[len(seqs), Hk, length, D]`` of some sequences, contiguous."""
+    index = torch.tensor(seqs, device=data.table.device)
     pair = tq_torch.dequantize(
-        data.cache, data.table, data.lens, layout=data.layout, codec=data.codec,
-        dtype=torch.bfloat16,
+        data.cache, data.table[index], data.lens[index], layout=data.layout, codec=data.codec,
+        dtype=dtype,
     )  # fmt: skip
-    key, value = (x[:, : shape.L].transpose(1, 2).contiguous() for x in pair)
-    return key, value
+    return [x[:, :length].transpose(1, 2).contiguous() for x in pair]
 
 
 def checked_rows(query_len: int) -> list[int]:
@@ -131,38 +214,58 @@ def checked_rows(query_len: int) -> list[int]:
     return sorted({*range(min(8, query_len)), *range(max(0, query_len - 8), query_len)})
 
 
-def expected(query: Tensor, data: Cache, num_seqs: int, rows: Sequence[int]) -> Tensor:
-    """fp64 attention of some rows of the first sequences over their dequantised tokens.
+def checked_seqs(num_seqs: int) -> list[int]:
+    """Sequences that the gate looks at: the first, one in the middle, the last."""
+    return sorted({0, num_seqs // 2, num_seqs - 1})
+
+
+def expected(
+    query: Tensor, key: Tensor, value: Tensor, rows: Sequence[int], query_len: int
+) -> Tensor:
+    """fp64 causal attention of some rows of one sequence.
 
     Args:
-        query: ``[B * query_len, Hq, D]``, the last tokens of each sequence.
-        data: the cache.
-        num_seqs: sequences to compute.
-        rows: rows of each.
+        query: ``[len(rows), Hq, D]``.
+        key: ``[Hk, L, D]``.
+        value: likewise.
+        rows: of the last ``query_len`` tokens of the sequence.
+        query_len: rows of the chunk.
 
     Returns:
-        ``[num_seqs, len(rows), Hq, D]``.
+        ``[len(rows), Hq, D]``.
     """
-    key, value = (
-        x.double()
-        for x in tq_torch.dequantize(
-            data.cache, data.table[:num_seqs], data.lens[:num_seqs], layout=data.layout,
-            codec=data.codec, dtype=torch.float32,
-        )
-    )  # fmt: skip
-    queries = query.view(len(data.lens), -1, *query.shape[1:])
-    length, query_len = int(data.lens[0]), queries.shape[1]
-    group = query.shape[1] // key.shape[2]
+    heads, length, dim = key.shape
     position = length - query_len + torch.tensor(rows, device=query.device)
     hidden = torch.arange(length, device=query.device)[None] > position[:, None]
-    out = []
-    for b in range(num_seqs):
-        k, v = (x[b, :length].repeat_interleave(group, 1) for x in (key, value))
-        q = queries[b, rows].double()
-        scores = torch.einsum("qhd,khd->hqk", q, k) / query.shape[-1] ** 0.5
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", weights, v))
-    return torch.stack(out)
+    q = query.double().unflatten(1, (heads, -1))
+    scores = torch.einsum("rhgd,hkd->hgrk", q, key.double()) / dim**0.5
+    weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hgrk,hkd->rhgd", weights, value.double()).flatten(1, 2)
+
+
+def error_of(
+    out: Tensor,
+    query: Tensor,
+    query_len: int,
+    tokens: Callable[[int], tuple[Tensor, Tensor]],
+) -> float:
+    """Largest relative error of the checked sequences; NaN if anything in ``out`` is.
+
+    Args:
+        out: viewable as ``query``.
+        query: ``[B * query_len, Hq, D]``.
+        query_len: rows of each sequence.
+        tokens: gives keys and values ``[Hk, L, D]`` of a sequence.
+    """
+    if not bool(out.isfinite().all()):
+        return math.nan
+    rows = checked_rows(query_len)
+    outs, queries = (x.reshape(-1, query_len, *query.shape[1:]) for x in (out, query))
+    errors = []
+    for b in checked_seqs(len(queries)):
+        want = expected(queries[b, rows], *tokens(b), rows, query_len)
+        errors.append(relative_error(outs[b, rows], want))
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def relative_error(have: Tensor, want: Tensor) -> float:
@@ -177,34 +280,81 @@ class Timing(NamedTuple):
     spread: float
 
 
-def time_runs(runs: Sequence[Run], rounds: int) -> list[Timing]:
-    """Times all runs by graph replay, once each a round, so that clocks treat them alike."""
-    graphs = []
-    for run in runs:
-        calls = list(run.calls) * max(1, 3 // len(run.calls))
-        for call in run.calls:
+class Graph(NamedTuple):
+    """A captured run."""
+
+    graph: torch.cuda.CUDAGraph
+    num_calls: int
+
+
+def capture(run: Run) -> Graph:
+    """Captures all calls of a run, at least three, after each has run once."""
+    calls = list(run.calls) * -(-3 // len(run.calls))
+    for call in run.calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
             call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        graph.replay()
-        graphs.append((graph, len(calls)))
-    samples: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for (graph, count), sample in zip(graphs, samples, strict=True):
+    graph.replay()
+    torch.cuda.synchronize()
+    return Graph(graph, len(calls))
+
+
+def time_graphs(graphs: Sequence[Graph], rounds: int, warmup: int = 3) -> list[Timing]:
+    """Times all graphs once a round, so that clocks treat them alike.
+
+    Each is replayed twice in a row and the second replay is timed: the device is then never idle
+    between the two events, waiting for the host to launch.
+    """
+    samples: list[list[float]] = [[] for _ in graphs]
+    for number in range(-warmup, rounds):
+        for (graph, num_calls), sample in zip(graphs, samples, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
-            sample.append(1e3 * start.elapsed_time(end) / count)
-    result = []
-    for sample in samples:
-        low, median, high = statistics.quantiles(sample, n=4)
-        result.append(Timing(median, high - low))
-    return result
+            if number >= 0:
+                sample.append(1e3 * start.elapsed_time(end) / num_calls)
+    return [timing_of(sample) for sample in samples]
+
+
+def timing_of(sample: Sequence[float]) -> Timing:
+    """Median and distance of the quartiles."""
+    low, median, high = statistics.quantiles(sample, n=4)
+    return Timing(median, high - low)
+
+
+def time_runs(
+    runs: Sequence[Run], rounds: int, skipped: dict[str, str]
+) -> list[tuple[Run, Timing]]:
+    """Times what can be captured; the reason of what cannot goes to ``skipped``."""
+    captured = []
+    for run in runs:
+        try:
+            captured.append((run, capture(run)))
+        except Exception as error:
+            skipped[name_of({"provider": run.provider, **run.fields})] = reason_of(error)
+    timings = time_graphs([graph for _, graph in captured], rounds)
+    return [(run, timing) for (run, _), timing in zip(captured, timings, strict=True)]
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """What a row is about, for people."""
+    names = [row["provider"], row["preset"] or row["dtype"], row["order"]]
+    names += [f"P{row['page_size']}"] if row["page_size"] else []
+    return " ".join(filter(None, names))
+
+
+def reason_of(error: Exception) -> str:
+    """One line on why a provider was not timed."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {error.name}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"
 
 
 def environment(commit: str | None) -> dict[str, str]:
@@ -218,8 +368,10 @@ def environment(commit: str | None) -> dict[str, str]:
 
     def output(*command: str) -> str:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        except OSError:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=60, cwd=RESULTS.parent
+            )
+        except (OSError, subprocess.TimeoutExpired):
             return ""
         return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""
 
@@ -259,12 +411,28 @@ def append_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
-def in_workers(function: Callable[[Any], str | None], items: Sequence[Any], jobs: int) -> None:
-    """Calls ``function`` in processes of their own, so that compilers run side by side."""
-    if not items or jobs < 2:
+def jobs_that_fit(jobs: int, num_items: int, item_bytes: int, free_bytes: int) -> int:
+    """Processes to start, so that all fit in 80 % of the free device memory."""
+    room = int(0.8 * free_bytes) // (item_bytes + WORKER_BYTES)
+    return max(1, min(jobs, num_items, room))
+
+
+def in_workers(
+    function: Callable[[Any], str | None], items: Sequence[Any], jobs: int, item_bytes: int
+) -> None:
+    """Calls ``function`` in processes of their own, so that compilers run side by side.
+
+    What they compile is found on disk afterwards. A problem is printed and otherwise left to the
+    run itself, which meets it again.
+    """
+    jobs = jobs_that_fit(jobs, len(items), item_bytes, torch.cuda.mem_get_info()[0])
+    if len(items) < 2 or jobs < 2:
         return
+    start = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    with context.Pool(min(jobs, len(items)), maxtasksperchild=4) as pool:
+    with context.Pool(jobs, maxtasksperchild=4) as pool:
         for problem in pool.imap_unordered(function, items):
             if problem:
                 print(problem, flush=True)
+    seconds = time.monotonic() - start
+    print(f"compiled {len(items)} configurations in {jobs} processes, {seconds:.0f} s", flush=True)

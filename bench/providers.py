@@ -1,30 +1,44 @@
-"""Attention providers: each gives the calls that are timed, or raises with its reason."""
+"""Providers: each gives the calls that are timed, or raises with its reason."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 import tq_torch
-from bench.gpu import Cache, Run, Shape, copies
+from bench import gpu
+from bench.gpu import Cache, Item, Run, Shape, copies
 from tq_core.validation import check_attention
 from tq_torch import launch, ops
 
+#: Tokens of FlashInfer's pages.
 PAGE = 16
+#: Bytes that a copy reads, where a cache is no smaller.
+COPY_BYTES = 2**29
+SDPA = {
+    SDPBackend.CUDNN_ATTENTION: "torch SDPA cuDNN",
+    SDPBackend.FLASH_ATTENTION: "torch SDPA FlashAttention",
+}
+#: Largest relative error of a peer by the type of its cache; e4m3 rounds its tokens by 3 %.
+PEER_TOLERANCE = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 0.1}
 
 
-def tq(
-    query: Tensor, data: Cache, shape: Shape, preset: str, query_len: int, plan: dict[str, int]
-) -> Run:
-    """The public function: query transform, attention, merge."""
-    count = copies(data.cache.numel())
+def tq(query: Tensor, data: Cache, item: Item, count: int | None = None) -> Run:
+    """The public function: query transform, attention, merge.
+
+    ``count`` copies of the cache; default: what keeps it out of the L2.
+    """
+    shape, query_len, plan = item.shape, item.query_len, item.plan
+    count = copies(data.cache.numel()) if count is None else count
     caches = [data.cache, *(data.cache.clone() for _ in range(count - 1))]
-    rows = torch.arange(shape.B + 1, device="cuda", dtype=torch.int32) * query_len
+    rows = torch.arange(shape.B + 1, device=gpu.DEVICE, dtype=torch.int32) * query_len
     what: dict[str, Any] = {"layout": data.layout, "codec": data.codec}
     start = None if query_len == 1 else rows
     call = check_attention(
@@ -35,26 +49,22 @@ def tq(
         **what,
     )
     made = launch.attention_plan(
-        query, data.cache, query, call=call, decode=start is None, overrides=plan or None, **what
+        query, data.cache, query, call=call, decode=start is None, overrides=plan, **what
     )
 
-    def attend(cache: Tensor) -> Tensor:
+    def attend(cache: Tensor, out: Tensor | None = None) -> Tensor:
         arrays = [query, cache, data.table, data.lens]
+        options = {"max_seq_len": shape.L, "backend": gpu.BACKEND, "plan": plan, "out": out, **what}
         if start is None:
-            return tq_torch.decode_attention(
-                *arrays, max_seq_len=shape.L, backend="triton", plan=plan or None, **what
-            )
-        return tq_torch.attention(
-            *arrays, start, max_query_len=query_len, max_seq_len=shape.L, backend="triton",
-            plan=plan or None, **what,
-        )  # fmt: skip
+            return tq_torch.decode_attention(*arrays, **options)
+        return tq_torch.attention(*arrays, start, max_query_len=query_len, **options)
 
     fields = {
-        "preset": preset, "dtype": "bfloat16", "page_size": data.layout.page_size,
+        "preset": item.preset, "dtype": "bfloat16", "page_size": data.layout.page_size,
         "order": data.layout.order, "num_splits": made.num_splits,
     }  # fmt: skip
     num_bytes = shape.B * shape.L * data.layout.bytes_per_token
-    return Run("tq_torch", [lambda c=c: attend(c) for c in caches], num_bytes, fields)
+    return Run("tq_torch", [partial(attend, c) for c in caches], num_bytes, fields)
 
 
 def _bf16(num_bytes: int, calls: list[Callable[[], Any]], provider: str, **fields: Any) -> Run:
@@ -70,23 +80,25 @@ def sdpa(
     pairs = [(key, value)]
     pairs += [(key.clone(), value.clone()) for _ in range(copies(shape.bf16_bytes) - 1)]
     options: dict[str, Any] = {"enable_gqa": True}
-    if query_len > 1:
-        from torch.nn.attention.bias import causal_lower_right
-
-        options = {"attn_mask": causal_lower_right(query_len, shape.L)}
-        pairs = [tuple(x.repeat_interleave(shape.g, 1) for x in pair) for pair in pairs]
+    if query_len > 1 and backend is SDPBackend.CUDNN_ATTENTION:
+        options["attn_mask"] = lower_right_mask(query_len, shape.L, query)
+    elif query_len > 1:
+        options["attn_mask"] = causal_lower_right(query_len, shape.L)
 
     def attend(key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(rows, key, value, **options)
+            out = scaled_dot_product_attention(rows, key, value, **options)
+        return out.transpose(1, 2)
 
     attend(*pairs[0])
-    name = {
-        SDPBackend.CUDNN_ATTENTION: "torch SDPA cuDNN",
-        SDPBackend.FLASH_ATTENTION: "torch SDPA FlashAttention",
-        SDPBackend.EFFICIENT_ATTENTION: "torch SDPA efficient",
-    }[backend]
-    return _bf16(shape.bf16_bytes, [lambda p=p: attend(*p) for p in pairs], name)
+    calls = [partial(attend, *pair) for pair in pairs]
+    return _bf16(shape.bf16_bytes, calls, SDPA[backend])
+
+
+def lower_right_mask(query_len: int, length: int, like: Tensor) -> Tensor:
+    """Additive ``[1, 1, query_len, length]``: -inf at the tokens after a row's own."""
+    mask = torch.full((query_len, length), -torch.inf, dtype=like.dtype, device=like.device)
+    return mask.triu_(length - query_len + 1)[None, None]
 
 
 def flashinfer(
@@ -96,21 +108,21 @@ def flashinfer(
     import flashinfer as fi
 
     width = -(-shape.L // PAGE)
-    pages = torch.randperm(shape.B * width, device="cuda").int()
+    pages = torch.randperm(shape.B * width, device=gpu.DEVICE).int()
     page_shape = (shape.B * width, PAGE, shape.Hk, shape.D)
 
     def paged(x: Tensor) -> Tensor:
         flat = torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, width * PAGE - shape.L))
-        result = torch.empty(page_shape, dtype=dtype, device="cuda")
+        result = torch.empty(page_shape, dtype=dtype, device=gpu.DEVICE)
         result[pages.long()] = flat.reshape(page_shape).to(dtype)
         return result
 
     pairs = [(paged(key), paged(value))]
     num_bytes = shape.bf16_bytes * dtype.itemsize // 2
     pairs += [tuple(x.clone() for x in pairs[0]) for _ in range(copies(num_bytes) - 1)]
-    start = torch.arange(shape.B + 1, dtype=torch.int32, device="cuda")
-    last = torch.full((shape.B,), (shape.L - 1) % PAGE + 1, dtype=torch.int32, device="cuda")
-    workspace = torch.zeros(256 * 2**20, dtype=torch.uint8, device="cuda")
+    start = torch.arange(shape.B + 1, dtype=torch.int32, device=gpu.DEVICE)
+    last = torch.full((shape.B,), (shape.L - 1) % PAGE + 1, dtype=torch.int32, device=gpu.DEVICE)
+    workspace = torch.zeros(256 * 2**20, dtype=torch.uint8, device=gpu.DEVICE)
     heads = (shape.Hk * shape.g, shape.Hk, shape.D, PAGE)
     if query_len == 1:
         wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(
@@ -126,14 +138,29 @@ def flashinfer(
             q_data_type=query.dtype, kv_data_type=dtype,
         )  # fmt: skip
     wrapper.run(query, pairs[0])
-    calls = [lambda p=p: wrapper.run(query, p) for p in pairs]
-    short = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn"}[dtype]
-    return _bf16(num_bytes, calls, "FlashInfer", dtype=short, page_size=PAGE)
+    calls = [partial(wrapper.run, query, pair) for pair in pairs]
+    return _bf16(num_bytes, calls, "FlashInfer", dtype=ops.dtype_name(dtype), page_size=PAGE)
 
 
 def device_copy(num_bytes: int) -> Run:
     """A copy of ``num_bytes``, read and written: the roof."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    shape = (copies(2 * num_bytes), num_bytes)
+    source = torch.randint(256, shape, dtype=torch.uint8, device=gpu.DEVICE)
     target = torch.empty_like(source)
-    run = _bf16(2 * num_bytes, [lambda: target.copy_(source)], "device copy", dtype="uint8")
-    return run
+    calls = [partial(t.copy_, s) for t, s in zip(target, source, strict=True)]
+    return _bf16(2 * num_bytes, calls, "device copy", dtype="uint8")
+
+
+def peers(
+    query: Tensor, key: Tensor, value: Tensor, shape: Shape, query_len: int
+) -> dict[str, tuple[Callable[[], Run], float | None]]:
+    """What the packed cache is compared with, by name: how to make it, its largest error."""
+    arrays = (query, key, value, shape, query_len)
+    make: dict[str, tuple[Callable[[], Run], float | None]] = {}
+    for backend, name in SDPA.items():
+        make[name] = partial(sdpa, *arrays, backend), PEER_TOLERANCE[torch.bfloat16]
+    for dtype in PEER_TOLERANCE if query_len == 1 else [torch.bfloat16]:
+        name = f"FlashInfer {ops.dtype_name(dtype)}"
+        make[name] = partial(flashinfer, *arrays, dtype), PEER_TOLERANCE[dtype]
+    make["device copy"] = partial(device_copy, min(COPY_BYTES, shape.bf16_bytes)), None
+    return make
