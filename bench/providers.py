@@ -41,16 +41,21 @@ def tq(query: Tensor, data: Cache, item: Item, count: int | None = None) -> Run:
     rows = torch.arange(shape.B + 1, device=gpu.DEVICE, dtype=torch.int32) * query_len
     what: dict[str, Any] = {"layout": data.layout, "codec": data.codec}
     start = None if query_len == 1 else rows
-    call = check_attention(
-        *map(ops.spec, (query, data.cache, data.table, data.lens)),
-        None if start is None else ops.spec(start),
-        max_query_len=query_len,
-        max_seq_len=shape.L,
-        **what,
-    )
+    specs = {
+        "query": ops.spec(query),
+        "cache": ops.spec(data.cache),
+        "block_table": ops.spec(data.table),
+        "seq_lens": ops.spec(data.lens),
+        "query_start_loc": None if start is None else ops.spec(start),
+        "sinks": None,
+        "alibi_slopes": None,
+        "out": ops.spec(query),
+    }
+    hints = {"max_query_len": query_len, "max_seq_len": shape.L}
     made = launch.attention_plan(
-        query, data.cache, query, call=call, decode=start is None, overrides=plan, **what
-    )
+        check_attention(**specs, **hints, **what), specs, **what, device=query.device,
+        cache_align=launch.align(data.cache), overrides=plan,
+    )  # fmt: skip
 
     def attend(cache: Tensor, out: Tensor | None = None) -> Tensor:
         arrays = [query, cache, data.table, data.lens]

@@ -45,11 +45,34 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """An array that a launch writes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Launch:
-    """One kernel launch: everything but the buffers and the run-time integers."""
+    """One kernel launch. The kernel takes inputs, integers and outputs in this order.
+
+    Attributes:
+        kernel: a name of ``kernels.KERNELS``.
+        grid: programs; nothing runs where there are none.
+        inputs: names of arrays: arguments of the public function, ``codec_arrays``, outputs of
+            launches before this one.
+        integers: numbers that are not compiled into the kernel.
+        outputs: what it writes; an output that is an input too is written in place.
+        constexprs: numbers that are.
+        num_warps, num_stages: as Triton has them.
+    """
 
     kernel: str
     grid: int
+    inputs: tuple[str, ...]
+    integers: tuple[int, ...]
+    outputs: tuple[Buffer, ...]
     constexprs: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
@@ -80,22 +103,12 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class StorePlan:
-    """Plan of ``store``."""
-
-    store: Launch
-
-
-@dataclass(frozen=True)
 class AttentionPlan:
     """Plan of ``attention``.
 
     Attributes:
         query, attention, merge, output: the launches in order; merge and output where needed.
         num_splits: KV splits.
-        num_blocks: blocks of query rows.
-        partial_shape, state_shape: fp32 scratch of the splits, or None.
-        coded_shape: fp32 scratch of outputs in the values' coded basis, or None.
     """
 
     query: Launch
@@ -103,10 +116,12 @@ class AttentionPlan:
     merge: Launch | None
     output: Launch | None
     num_splits: int
-    num_blocks: int
-    partial_shape: tuple[int, ...] | None
-    state_shape: tuple[int, ...] | None
-    coded_shape: tuple[int, ...] | None
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """The launches in order."""
+        steps = (self.query, self.attention, self.merge, self.output)
+        return tuple(step for step in steps if step is not None)
 
 
 def codec_traits(codec: Codec) -> Traits:
@@ -209,6 +224,33 @@ def value_shift_array(codec: Codec) -> np.ndarray | None:
         return codec.value_offset
     matrix = codec.value_matrix.astype(np.float64)
     return (matrix @ codec.value_offset[..., None]).astype(np.float32)[..., 0]
+
+
+def codec_arrays(codec: Codec) -> dict[str, np.ndarray]:
+    """A codec's numbers as the kernels read them; one unused number where it has none."""
+    nothing = np.zeros(1, np.float32)
+    shift = value_shift_array(codec)
+    arrays = {
+        "key_matrix": codec.key_matrix,
+        "query_matrix": query_matrix_array(codec),
+        "key_inverse": codec.query_matrix,
+        "value_matrix": codec.value_matrix,
+        "output_matrix": codec.output_matrix,
+        "value_inverse": codec.output_matrix.swapaxes(1, 2),
+        "factor": factor_array(codec),
+        "key_factor": key_factor_array(codec),
+        "key_scale": codec.key_scale,
+        "key_offset": nothing if codec.key_offset is None else codec.key_offset,
+        "value_offset": nothing if codec.value_offset is None else codec.value_offset,
+        "value_shift": nothing if shift is None else shift,
+        "key_table": table_array(codec.centroids, codec.head_dim),
+        "value_table": table_array(codec.value_centroids, codec.head_dim),
+        "phase": phase_array(),
+    }
+    for side, levels in (("key", codec.centroids), ("value", codec.value_centroids)):
+        arrays[f"{side}_levels"] = nothing if levels is None else levels
+        arrays[f"{side}_edges"] = nothing if levels is None else codebook.midpoints(levels)
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
 def _pow2(n: int) -> int:
@@ -375,15 +417,13 @@ def _token_bytes(reader: Mapping[str, Any]) -> int:
     return int(key + value + 6)
 
 
+def _items(**constexprs: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(constexprs.items())
+
+
 def _precision(device: Device) -> str:
     """How a dot of fp32 operands is done where the result need not match bit for bit."""
     return "tf32x3" if device.kind == "cuda" else "ieee"
-
-
-def _launch(
-    kernel: str, grid: int, constexprs: Mapping[str, Any], warps: int, stages: int
-) -> Launch:
-    return Launch(kernel, grid, tuple(constexprs.items()), warps, stages)
 
 
 def _splits(programs: int, tiles: int, slots: int, row_bytes: int, rows: int) -> int:
@@ -409,6 +449,7 @@ def plan_attention(
     *,
     decode: bool,
     page_stride: int,
+    table_stride: int,
     query_strides: tuple[int, int, int],
     out_strides: tuple[int, int, int],
     cache_align: int,
@@ -424,6 +465,7 @@ def plan_attention(
         device: where it runs.
         decode: one query row a sequence, row b of sequence b.
         page_stride: bytes from a page to the next.
+        table_stride: entries from a row of the block table to the next.
         query_strides, out_strides: of ``[N, Hq, D]`` in elements.
         cache_align: a power of two that divides the cache's address.
         has_sinks, has_alibi: whether these arrays are given.
@@ -462,6 +504,8 @@ def plan_attention(
 
     if decode:
         num_blocks = call.num_seqs * -(-group // block_n)
+    elif not call.num_tokens:
+        num_blocks = 0
     else:
         num_blocks = call.num_tokens * group // block_n + call.num_seqs + 1
     live_blocks = min(num_blocks, call.num_seqs * -(-columns // block_n))
@@ -479,6 +523,22 @@ def plan_attention(
     partial = splits > 1
     coded_strides = (call.num_query_heads * dim, dim, 1)
     final_strides = coded_strides if coded else out_strides
+    rows_shape = (call.num_tokens, call.num_query_heads)
+    row_terms = Buffer(
+        "row_terms", (2, *rows_shape) if traits.has_key_offset else rows_shape, "float32"
+    )
+    out, lse = Buffer("out", (*rows_shape, dim), call.dtype), Buffer("lse", rows_shape, "float32")
+    # Outputs in the values' coded basis, then sums and states of the splits.
+    final = Buffer("coded", (rows, dim), "float32") if coded else out
+    result, state = final, lse
+    if partial:
+        result = Buffer("partial", (rows, splits, dim), "float32")
+        state = Buffer("state", (rows, splits, 2), "float32")
+    # An array that a kernel has no use for is one that is there anyway.
+    sinks, slopes = (
+        "sinks" if has_sinks else "row_terms",
+        "alibi_slopes" if has_alibi else "row_terms",
+    )
     constexprs = {
         "NUM_SPLITS": splits,
         "DECODE": decode,
@@ -519,72 +579,86 @@ def plan_attention(
         "PRECISION": _precision(device),
     }
     transform_grid = row_blocks * heads * -(-dim // block_o)
-    query = _launch(
+    query = Launch(
         "transform_query",
         transform_grid,
-        {
+        inputs=("query", "query_matrix", "factor", "key_offset"),
+        integers=(call.num_tokens,),
+        outputs=(Buffer("rotated", (*rows_shape, dim), "float16"), row_terms),
+        constexprs=_items(
             **transform,
-            "STRIDE_N": query_strides[0],
-            "STRIDE_H": query_strides[1],
-            "STRIDE_D": query_strides[2],
-            "HAS_MATRIX": traits.has_key_matrix,
-            "MATRIX_STRIDE": traits.key_matrix_stride,
-            "FACTOR_STRIDE": traits.factor_stride,
-            "HAS_OFFSET": traits.has_key_offset,
-            "OFFSET_STRIDE": traits.key_offset_stride,
-            "BLOCK_D": block_d,
-        },
-        4,
-        2,
+            STRIDE_N=query_strides[0],
+            STRIDE_H=query_strides[1],
+            STRIDE_D=query_strides[2],
+            HAS_MATRIX=traits.has_key_matrix,
+            MATRIX_STRIDE=traits.key_matrix_stride,
+            FACTOR_STRIDE=traits.factor_stride,
+            HAS_OFFSET=traits.has_key_offset,
+            OFFSET_STRIDE=traits.key_offset_stride,
+            BLOCK_D=block_d,
+        ),
+        num_warps=4,
+        num_stages=2,
     )
+    attention = Launch(
+        "attention",
+        num_blocks * heads * splits,
+        inputs=(
+            "rotated", "row_terms", "cache", "block_table", "seq_lens",
+            "seq_lens" if decode else "query_start_loc",
+            "key_table", "value_table", "phase", "value_shift", sinks, slopes,
+        ),
+        integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride),
+        outputs=(result, state),
+        constexprs=_items(**constexprs),
+        num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
     merge = output = None
     if partial:
-        merge = _launch(
+        merge = Launch(
             "merge",
             rows,
-            {
-                "NUM_SPLITS": splits,
-                "NUM_QUERY_HEADS": call.num_query_heads,
-                "HEAD_DIM": dim,
-                "HAS_SINKS": has_sinks,
-                "OUT_STRIDE_N": final_strides[0],
-                "OUT_STRIDE_H": final_strides[1],
-                "OUT_STRIDE_D": final_strides[2],
-                "BLOCK_S": _pow2(splits),
-                "BLOCK_D": block_d,
-            },
-            1 if splits * block_d <= 2048 else 4,
-            1,
+            inputs=("partial", "state", sinks),
+            integers=(),
+            outputs=(final, lse),
+            constexprs=_items(
+                NUM_SPLITS=splits,
+                NUM_QUERY_HEADS=call.num_query_heads,
+                HEAD_DIM=dim,
+                HAS_SINKS=has_sinks,
+                OUT_STRIDE_N=final_strides[0],
+                OUT_STRIDE_H=final_strides[1],
+                OUT_STRIDE_D=final_strides[2],
+                BLOCK_S=_pow2(splits),
+                BLOCK_D=block_d,
+            ),
+            num_warps=1 if splits * block_d <= 2048 else 4,
+            num_stages=1,
         )
     if coded:
-        output = _launch(
+        output = Launch(
             "transform_output",
             transform_grid,
-            {
+            inputs=("coded", "output_matrix"),
+            integers=(call.num_tokens,),
+            outputs=(out,),
+            constexprs=_items(
                 **transform,
-                "STRIDE_N": out_strides[0],
-                "STRIDE_H": out_strides[1],
-                "STRIDE_D": out_strides[2],
-                "MATRIX_STRIDE": traits.value_matrix_stride,
-            },
-            4,
-            2,
+                STRIDE_N=out_strides[0],
+                STRIDE_H=out_strides[1],
+                STRIDE_D=out_strides[2],
+                MATRIX_STRIDE=traits.value_matrix_stride,
+            ),
+            num_warps=4,
+            num_stages=2,
         )
-    return AttentionPlan(
-        query=query,
-        attention=_launch("attention", num_blocks * heads * splits, constexprs, warps, stages),
-        merge=merge,
-        output=output,
-        num_splits=splits,
-        num_blocks=num_blocks,
-        partial_shape=(rows, splits, dim) if partial else None,
-        state_shape=(rows, splits, 2) if partial else None,
-        coded_shape=(rows, dim) if coded else None,
-    )
+    return AttentionPlan(query, attention, merge, output, splits)
 
 
 def plan_store(
     num_tokens: int,
+    num_pages: int,
     layout: CacheLayout,
     traits: Traits,
     *,
@@ -592,8 +666,8 @@ def plan_store(
     key_strides: tuple[int, int, int],
     value_strides: tuple[int, int, int],
     slot_stride: int,
-) -> StorePlan:
-    """Plans a store of ``num_tokens`` tokens; strides in elements, ``page_stride`` in bytes."""
+) -> Launch:
+    """Plans a store into ``num_pages`` pages; strides in elements, ``page_stride`` in bytes."""
     page = _page_constexprs(layout, page_stride)
     config, dim = layout.config, layout.head_dim
     block_d = max(16, _pow2(dim))
@@ -631,9 +705,20 @@ def plan_store(
         "BLOCK_D": block_d,
         "BLOCK_K": 16 if dim < 32 else 32,
     }
-    warps = 4 if block_d <= 256 else 8
-    grid = -(-num_tokens // block_r) * layout.num_kv_heads
-    return StorePlan(_launch("store", grid, constexprs, warps, 2))
+    return Launch(
+        "store",
+        -(-num_tokens // block_r) * layout.num_kv_heads,
+        inputs=(
+            "key", "value", "slot_mapping", "key_matrix", "value_matrix", "key_offset",
+            "value_offset", "key_scale", "key_edges", "key_levels", "value_edges", "value_levels",
+            "cache",
+        ),
+        integers=(num_tokens, num_pages),
+        outputs=(Buffer("cache", layout.shape(num_pages), "uint8"),),
+        constexprs=_items(**constexprs),
+        num_warps=4 if block_d <= 256 else 8,
+        num_stages=2,
+    )  # fmt: skip
 
 
 def plan_dequantize(
@@ -643,10 +728,12 @@ def plan_dequantize(
     traits: Traits,
     device: Device,
     *,
+    dtype: str,
     page_stride: int,
+    table_stride: int,
     cache_align: int,
 ) -> Launch:
-    """Plans a dequantize of ``[num_seqs, capacity]`` tokens."""
+    """Plans a dequantize of ``[num_seqs, capacity]`` tokens to ``dtype``."""
     page = _page_constexprs(layout, page_stride)
     reader = _reader_constexprs(layout, page, traits, cache_align, asm=False)
     for name in (
@@ -677,6 +764,18 @@ def plan_dequantize(
         "BLOCK_O": min(block_d, 64),
         "PRECISION": _precision(device),
     }
-    grid = num_seqs * -(-capacity // block_t) * layout.num_kv_heads
-    # One stage: at a head_dim of 576 a second one would not fit the shared memory.
-    return _launch("dequantize", grid, constexprs, 4 if block_d <= 256 else 8, 1)
+    shape = (num_seqs, capacity, layout.num_kv_heads, layout.head_dim)
+    return Launch(
+        "dequantize",
+        num_seqs * -(-capacity // block_t) * layout.num_kv_heads,
+        inputs=(
+            "cache", "block_table", "seq_lens", "key_table", "value_table", "key_factor",
+            "key_inverse", "value_inverse", "key_offset", "value_offset",
+        ),
+        integers=(capacity, table_stride),
+        outputs=(Buffer("keys", shape, dtype), Buffer("values", shape, dtype)),
+        constexprs=_items(**constexprs),
+        num_warps=4 if block_d <= 256 else 8,
+        # At a head_dim of 576 a second stage would not fit the shared memory.
+        num_stages=1,
+    )  # fmt: skip

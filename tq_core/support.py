@@ -10,7 +10,10 @@ from tq_core.layout import CacheLayout
 
 BACKENDS = ("triton", "native", "interpret", "pallas")
 #: Backends of each framework, the preferred one first; None never picks ``"interpret"``.
-FRAMEWORKS = {"torch": ("triton", "native", "interpret"), "jax": ("native",)}
+FRAMEWORKS = {
+    "torch": ("triton", "native", "interpret"),
+    "jax": ("triton", "native", "interpret"),
+}
 MIN_TRITON = (3, 6)
 #: Devices of the kernels by backend.
 _KERNEL_TARGETS = {"triton": ("cuda", "hip"), "interpret": ("cpu",)}

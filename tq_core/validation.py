@@ -41,6 +41,7 @@ class AttentionCall:
         num_tokens: N, query rows.
         num_seqs: B.
         num_query_heads: Hq.
+        dtype: of query and output.
         group: query heads a KV head, g.
         max_pages: width of the block table.
         scale: factor of the scores, never None.
@@ -53,6 +54,7 @@ class AttentionCall:
     num_tokens: int
     num_seqs: int
     num_query_heads: int
+    dtype: str
     group: int
     max_pages: int
     scale: float
@@ -182,6 +184,7 @@ def check_attention(
         num_tokens=num_tokens,
         num_seqs=num_seqs,
         num_query_heads=num_heads,
+        dtype=query.dtype,
         group=group,
         max_pages=max_pages,
         scale=layout.head_dim**-0.5 if scale is None else float(scale),

@@ -13,7 +13,7 @@ from tq_core.codec import Codec
 from tq_core.layout import CacheLayout
 from tq_core.support import choose_backend
 from tq_core.validation import ArraySpec, AttentionCall
-from tq_jax import native
+from tq_jax import launch, native
 
 
 def empty_cache(layout: CacheLayout, num_pages: int, *, device: Any = None) -> jax.Array:
@@ -79,7 +79,7 @@ def store(
             must not share a slot.
         layout: the cache's layout; static.
         codec: the codec of its contents; static.
-        backend: ``"native"``, or None to choose.
+        backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
 
     Returns:
         The new cache, uint8 ``layout.shape(num_pages)``.
@@ -163,7 +163,7 @@ def attention(
         max_query_len: upper bound of the query lengths, for dispatch alone; None is N.
         max_seq_len: upper bound of ``seq_lens``, for dispatch alone; None is the table's width.
         num_kv_splits: for backends that split a sequence; without effect on the result.
-        backend: ``"native"``, or None to choose.
+        backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
 
     Returns:
         ``[N, Hq, D]`` in query's dtype; with ``return_lse`` also float32 ``[N, Hq]``, the natural
@@ -254,7 +254,7 @@ def decode_attention(
         max_query_len: 1 or None.
         max_seq_len: as in :func:`attention`.
         num_kv_splits: as in :func:`attention`.
-        backend: ``"native"``, or None to choose.
+        backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
 
     Returns:
         ``[B, Hq, D]`` in query's dtype; with ``return_lse`` also float32 ``[B, Hq]``, natural
@@ -319,7 +319,7 @@ def dequantize(
         layout: the cache's layout; static.
         codec: the codec of its contents; static.
         dtype: float16, bfloat16 or float32.
-        backend: ``"native"``, or None to choose.
+        backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
 
     Returns:
         Keys and values ``[B, max_pages * page_size, Hk, D]`` of ``dtype``, 0 past a sequence's end.
@@ -466,18 +466,17 @@ def _check_page(layout: CacheLayout) -> None:
 
 
 def _backend(name: str | None, layout: CacheLayout, cache: Any) -> Any:
-    """The module that implements the backend called ``name``."""
-    return {"native": native}[
-        choose_backend(layout, backend=name, target=_target(cache), framework="jax")
-    ]
+    """What implements the backend called ``name``."""
+    device = _device(cache)
+    target = launch.device_of(device)
+    kind = device.platform if target.kind == "interpret" else target.kind
+    chosen = choose_backend(layout, backend=name, target=kind, framework="jax")
+    return native if chosen == "native" else launch.Kernels(target)
 
 
-def _target(array: Any) -> str:
-    """Kind of the device that will run: that of a concrete array, else JAX's default."""
+def _device(array: Any) -> jax.Device:
+    """The device that will run: that of a concrete array, else JAX's default."""
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        device = next(iter(array.devices()))
-    else:
-        device = jax.devices()[0]
-    if device.platform != "gpu":
-        return device.platform
-    return "hip" if "rocm" in device.client.platform_version else "cuda"
+        return next(iter(array.devices()))
+    default = jax.config.jax_default_device
+    return default if isinstance(default, jax.Device) else jax.devices(default)[0]

@@ -7,7 +7,6 @@ rotated once, the output once (TurboQuant, arXiv 2504.19874).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from tq_core.packing import E4M3_MAX, e4m3_values
 from tq_core.reference import FP16_MAX, INPUT_MAX
 from tq_core.validation import AttentionCall
 from tq_jax import pages
+from tq_jax.transforms import inference_only
 
 _TILE_BYTES = 4 << 20  # fp32 keys and values of one tile
 _WORK_BYTES = 4 << 20  # all intermediates of the blocks that run side by side
@@ -167,21 +167,6 @@ def _zero_of(*arrays: jax.Array | None) -> jax.Array:
     return sum(jnp.where(x == x, np.float32(0), np.float32(0)) for x in firsts)
 
 
-def _inference_only(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """``function`` of arrays, with a sentence instead of a derivative."""
-    wrapped = jax.custom_jvp(function)
-
-    @wrapped.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise TypeError(
-            f"{what} is inference-only and has no derivative: codes in a quantised cache are "
-            "integers. Keep it out of jax.grad, jax.vjp and jax.jvp, or pass the inputs through "
-            "jax.lax.stop_gradient"
-        )
-
-    return wrapped
-
-
 def store(
     key: jax.Array,
     value: jax.Array,
@@ -197,7 +182,7 @@ def store(
 
 @partial(jax.jit, static_argnames=("layout", "codec"))
 def _store(key, value, cache, slot_mapping, *, layout, codec):
-    run = _inference_only(partial(_store_chunks, layout=layout, codec=codec), "tq_jax.store")
+    run = inference_only(partial(_store_chunks, layout=layout, codec=codec), "tq_jax.store")
     return run(key, value, cache, slot_mapping)
 
 
@@ -357,7 +342,7 @@ def _attention(
     alibi_slopes,
     **static,
 ):
-    run = _inference_only(partial(_attend, **static), "attention over a quantised cache")
+    run = inference_only(partial(_attend, **static), "attention over a quantised cache")
     return run(query, cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes)
 
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from tq_core import dispatch, kernels
-from tq_core.codebook import midpoints
 from tq_core.codec import Codec, codec_of
 from tq_core.layout import CacheLayout
-from tq_core.validation import AttentionCall
+from tq_core.validation import ArraySpec, AttentionCall
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -35,44 +34,9 @@ def device_of(device: torch.device) -> dispatch.Device:
     )
 
 
-class _Buffers:
-    """A codec's numbers on a device, in the form the kernels read."""
-
-    def __init__(self, codec: Codec, device: torch.device) -> None:
-        def put(array: Any) -> torch.Tensor:
-            return torch.tensor(array, device=device)
-
-        dim = codec.head_dim
-        self.traits = dispatch.codec_traits(codec)
-        nothing = torch.zeros(1, dtype=torch.float32, device=device)
-        self.key_matrix = put(codec.key_matrix)
-        self.query_matrix = put(dispatch.query_matrix_array(codec))
-        self.reader_key_matrix = put(codec.query_matrix)
-        self.value_matrix = put(codec.value_matrix)
-        self.output_matrix = put(codec.output_matrix)
-        self.reader_value_matrix = put(codec.output_matrix.swapaxes(1, 2).copy())
-        self.factor = put(dispatch.factor_array(codec))
-        self.key_factor = put(dispatch.key_factor_array(codec))
-        self.key_scale = put(codec.key_scale)
-        self.key_offset = nothing if codec.key_offset is None else put(codec.key_offset)
-        self.value_offset = nothing if codec.value_offset is None else put(codec.value_offset)
-        shift = dispatch.value_shift_array(codec)
-        self.value_shift = nothing if shift is None else put(shift)
-        self.key_table = put(dispatch.table_array(codec.centroids, dim))
-        self.value_table = put(dispatch.table_array(codec.value_centroids, dim))
-        self.phase = put(dispatch.phase_array())
-        self.key_levels = self.key_edges = self.value_levels = self.value_edges = nothing
-        if codec.centroids is not None:
-            self.key_levels = put(codec.centroids)
-            self.key_edges = put(midpoints(codec.centroids))
-        if codec.value_centroids is not None:
-            self.value_levels = put(codec.value_centroids)
-            self.value_edges = put(midpoints(codec.value_centroids))
-
-
-#: Buffers by a codec's digest and a device. They stay as long as an equal codec lives, since a
+#: A codec's arrays by its digest and a device. They stay as long as an equal codec lives, since a
 #: captured graph may read them.
-_BUFFERS: dict[tuple[str, torch.device], _Buffers] = {}
+_CODECS: dict[tuple[str, torch.device], dict[str, torch.Tensor]] = {}
 _LOCK = Lock()
 
 
@@ -84,25 +48,27 @@ def _is_alive(digest: str) -> bool:
     return True
 
 
-def _buffers(codec: Codec, device: torch.device) -> _Buffers:
-    buffers = _BUFFERS.get((codec.digest, device))
-    if buffers is not None:
-        return buffers
+def _codec_tensors(codec: Codec, device: torch.device) -> dict[str, torch.Tensor]:
+    """``dispatch.codec_arrays`` on a device."""
+    tensors = _CODECS.get((codec.digest, device))
+    if tensors is not None:
+        return tensors
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"codec: its constants are not on {device} yet and cannot be copied there while a CUDA "
             "graph is captured; make one call with this codec before the capture"
         )
     with _LOCK:
-        buffers = _BUFFERS.get((codec.digest, device))
-        if buffers is None:
-            for key in [k for k in _BUFFERS if not _is_alive(k[0])]:
-                del _BUFFERS[key]
+        tensors = _CODECS.get((codec.digest, device))
+        if tensors is None:
+            for key in [k for k in _CODECS if not _is_alive(k[0])]:
+                del _CODECS[key]
             # Not inference tensors, which a later call outside inference mode could not use.
             with torch.inference_mode(False):
-                buffers = _Buffers(codec, device)
-            _BUFFERS[codec.digest, device] = buffers
-    return buffers
+                arrays = dispatch.codec_arrays(codec)
+                tensors = {name: torch.tensor(x, device=device) for name, x in arrays.items()}
+            _CODECS[codec.digest, device] = tensors
+    return tensors
 
 
 def _on_its_device(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -123,17 +89,38 @@ def _nothing(*args: Any) -> None:
     """The launch of a kernel with an empty grid."""
 
 
-def _step(launch: dispatch.Launch) -> Callable[..., Any]:
-    """Launches a kernel with its constants, given its buffers and run-time integers."""
-    if not launch.grid:
-        return _nothing
-    kernel = getattr(kernels.load(), launch.kernel)
-    return partial(
-        kernel[(launch.grid,)],
-        **dict(launch.constexprs),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
+class _Step(NamedTuple):
+    """A launch, ready to be called with its arrays."""
+
+    run: Callable[..., Any]
+    inputs: tuple[str, ...]
+    integers: tuple[int, ...]
+    outputs: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+def _step(launch: dispatch.Launch) -> _Step:
+    run: Callable[..., Any] = _nothing
+    if launch.grid:
+        run = partial(
+            getattr(kernels.load(), launch.kernel)[(launch.grid,)],
+            **dict(launch.constexprs),
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            enable_fp_fusion=True,
+        )
+    outputs = tuple((o.name, o.shape, getattr(torch, o.dtype)) for o in launch.outputs)
+    return _Step(run, launch.inputs, launch.integers, outputs)
+
+
+def _run(steps: tuple[_Step, ...], arrays: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Launches ``steps`` on ``arrays`` by name; outputs that are not there are allocated."""
+    for step in steps:
+        outputs = []
+        for name, shape, dtype in step.outputs:
+            if name not in arrays:
+                arrays[name] = torch.empty(shape, dtype=dtype, device=device)
+            outputs.append(arrays[name])
+        step.run(*[arrays[name] for name in step.inputs], *step.integers, *outputs)
 
 
 def align(tensor: torch.Tensor) -> int:
@@ -146,82 +133,95 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _table_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Entries from a row of the block table to the next, once it is dense."""
+    return strides[0] if strides[1] == 1 else shape[1]
+
+
 def attention_plan(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    out: torch.Tensor,
-    *,
     call: AttentionCall,
+    arrays: Mapping[str, ArraySpec | None],
     layout: CacheLayout,
     codec: Codec,
-    decode: bool,
-    has_sinks: bool = False,
-    has_alibi: bool = False,
+    device: torch.device,
+    *,
+    cache_align: int,
     overrides: Mapping[str, int] | None = None,
 ) -> dispatch.AttentionPlan:
-    """The plan that ``attention`` launches."""
+    """The plan of a checked call with ``arrays`` by name, all with strides."""
+
+    def strides(name: str) -> Any:
+        array = arrays[name]
+        return array.strides
+
+    table = arrays["block_table"]
     return dispatch.plan_attention(
         call,
         layout,
         dispatch.codec_traits(codec),
-        device_of(query.device),
-        decode=decode,
-        page_stride=cache.stride(0),
-        query_strides=query.stride(),
-        out_strides=out.stride(),
-        cache_align=align(cache),
-        has_sinks=has_sinks,
-        has_alibi=has_alibi,
+        device_of(device),
+        decode=arrays["query_start_loc"] is None,
+        page_stride=strides("cache")[0],
+        table_stride=_table_stride(table.shape, strides("block_table")),
+        query_strides=strides("query"),
+        out_strides=strides("out"),
+        cache_align=cache_align,
+        has_sinks=arrays["sinks"] is not None,
+        has_alibi=arrays["alibi_slopes"] is not None,
         overrides=overrides,
     )
 
 
-class AttentionSteps(NamedTuple):
-    """The launches of a plan, ready to be called with their buffers."""
-
-    plan: dispatch.AttentionPlan
-    query: Callable[..., Any]
-    attention: Callable[..., Any]
-    merge: Callable[..., Any] | None
-    output: Callable[..., Any] | None
-
-
-def prepare_attention(
-    call: AttentionCall,
-    layout: CacheLayout,
-    codec: Codec,
-    device: torch.device,
-    **kwargs: Any,
-) -> AttentionSteps:
-    """The launches of a checked call; ``kwargs`` as ``dispatch.plan_attention`` takes them."""
-    traits = dispatch.codec_traits(codec)
-    plan = dispatch.plan_attention(call, layout, traits, device_of(device), **kwargs)
-    merge, output = (None if x is None else _step(x) for x in (plan.merge, plan.output))
-    return AttentionSteps(plan, _step(plan.query), _step(plan.attention), merge, output)
+def prepare_attention(*args: Any, **kwargs: Any) -> tuple[_Step, ...]:
+    """The launches of a checked call; arguments as ``attention_plan`` takes them."""
+    return tuple(map(_step, attention_plan(*args, **kwargs).launches))
 
 
 def prepare_store(
-    num_tokens: int, layout: CacheLayout, codec: Codec, **kwargs: Any
-) -> Callable[..., Any]:
-    """The launch of a store; ``kwargs`` as ``dispatch.plan_store`` takes them."""
-    return _step(
-        dispatch.plan_store(num_tokens, layout, dispatch.codec_traits(codec), **kwargs).store
+    key: ArraySpec,
+    value: ArraySpec,
+    cache: ArraySpec,
+    slot_mapping: ArraySpec,
+    layout: CacheLayout,
+    codec: Codec,
+) -> tuple[_Step, ...]:
+    """The launch of a checked call with these arrays."""
+    plan = dispatch.plan_store(
+        key.shape[0],
+        cache.shape[0],
+        layout,
+        dispatch.codec_traits(codec),
+        page_stride=cache.strides[0],
+        key_strides=key.strides,
+        value_strides=value.strides,
+        slot_stride=slot_mapping.strides[0],
     )
+    return (_step(plan),)
 
 
 def prepare_dequantize(
-    num_seqs: int,
-    capacity: int,
+    cache: ArraySpec,
+    block_table: ArraySpec,
     layout: CacheLayout,
     codec: Codec,
     device: torch.device,
-    **kwargs: Any,
-) -> Callable[..., Any]:
-    """The launch of a dequantize; ``kwargs`` as ``dispatch.plan_dequantize`` takes them."""
-    traits = dispatch.codec_traits(codec)
-    return _step(
-        dispatch.plan_dequantize(num_seqs, capacity, layout, traits, device_of(device), **kwargs)
+    *,
+    dtype: str,
+    cache_align: int,
+) -> tuple[_Step, ...]:
+    """The launch of a checked call with these arrays."""
+    plan = dispatch.plan_dequantize(
+        block_table.shape[0],
+        block_table.shape[1] * layout.page_size,
+        layout,
+        dispatch.codec_traits(codec),
+        device_of(device),
+        dtype=dtype,
+        page_stride=cache.strides[0],
+        table_stride=_table_stride(block_table.shape, block_table.strides),
+        cache_align=cache_align,
     )
+    return (_step(plan),)
 
 
 @_on_its_device
@@ -233,26 +233,17 @@ def store(
     *,
     layout: CacheLayout,
     codec: Codec,
-    steps: Callable[..., Any],
+    steps: tuple[_Step, ...],
 ) -> None:
     """Launches what ``prepare_store`` made; arguments are checked already."""
-    b = _buffers(codec, cache.device)
-    steps(
-        key,
-        value,
-        slot_mapping,
-        b.key_matrix,
-        b.value_matrix,
-        b.key_offset,
-        b.value_offset,
-        b.key_scale,
-        b.key_edges,
-        b.key_levels,
-        b.value_edges,
-        b.value_levels,
-        cache,
-        key.shape[0],
-    )
+    arrays = {
+        **_codec_tensors(codec, cache.device),
+        "key": key,
+        "value": value,
+        "cache": cache,
+        "slot_mapping": slot_mapping,
+    }
+    _run(steps, arrays, cache.device)
 
 
 @_on_its_device
@@ -269,69 +260,25 @@ def attention(
     codec: Codec,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
-    steps: AttentionSteps,
+    steps: tuple[_Step, ...],
 ) -> torch.Tensor:
     """Launches what ``prepare_attention`` made into ``out``; returns the LSE fp32 ``[N, Hq]``."""
-    device = query.device
-    b = _buffers(codec, device)
-    plan = steps.plan
-    block_table, seq_lens = _dense(block_table), _dense(seq_lens)
-    query_start_loc, sinks, alibi_slopes = (
-        None if x is None else _dense(x) for x in (query_start_loc, sinks, alibi_slopes)
-    )
-    rows = (call.num_tokens, call.num_query_heads)
-    lse = torch.empty(rows, dtype=torch.float32, device=device)
-    if not call.num_tokens:
-        return lse
-
-    def scratch(shape: tuple[int, ...] | None, fallback: torch.Tensor) -> torch.Tensor:
-        if shape is None:
-            return fallback
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
-    rotated = torch.empty(query.shape, dtype=torch.float16, device=device)
-    row_scale = torch.empty(rows, dtype=torch.float32, device=device)
-    row_const = torch.empty_like(row_scale) if b.traits.has_key_offset else row_scale
-    steps.query(
-        query,
-        b.query_matrix,
-        b.factor,
-        b.key_offset,
-        rotated,
-        row_scale,
-        row_const,
-        call.num_tokens,
-    )
-    coded = scratch(plan.coded_shape, out)
-    parts = scratch(plan.partial_shape, coded)
-    state = scratch(plan.state_shape, lse)
-    sink_ptr = row_scale if sinks is None else sinks
-    steps.attention(
-        rotated,
-        row_scale,
-        row_const,
-        cache,
-        block_table,
-        seq_lens,
-        seq_lens if query_start_loc is None else query_start_loc,
-        b.key_table,
-        b.value_table,
-        b.phase,
-        b.value_shift,
-        sink_ptr,
-        row_scale if alibi_slopes is None else alibi_slopes,
-        parts,
-        state,
-        call.num_tokens,
-        call.num_seqs,
-        plan.num_blocks,
-        block_table.stride(0),
-    )
-    if steps.merge is not None:
-        steps.merge(parts, state, sink_ptr, coded, lse)
-    if steps.output is not None:
-        steps.output(coded, b.output_matrix, out, call.num_tokens)
-    return lse
+    arrays = {
+        **_codec_tensors(codec, query.device),
+        "query": query,
+        "cache": cache,
+        "block_table": _dense(block_table),
+        "seq_lens": _dense(seq_lens),
+        "out": out,
+    }
+    if query_start_loc is not None:
+        arrays["query_start_loc"] = _dense(query_start_loc)
+    if sinks is not None:
+        arrays["sinks"] = _dense(sinks)
+    if alibi_slopes is not None:
+        arrays["alibi_slopes"] = _dense(alibi_slopes)
+    _run(steps, arrays, query.device)
+    return arrays["lse"]
 
 
 @_on_its_device
@@ -343,28 +290,14 @@ def dequantize(
     layout: CacheLayout,
     codec: Codec,
     dtype: torch.dtype,
-    steps: Callable[..., Any],
+    steps: tuple[_Step, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches what ``prepare_dequantize`` made; keys and values ``[B, S, Hk, D]``."""
-    b = _buffers(codec, cache.device)
-    num_seqs, capacity = block_table.shape[0], block_table.shape[1] * layout.page_size
-    block_table, seq_lens = _dense(block_table), _dense(seq_lens)
-    shape = (num_seqs, capacity, layout.num_kv_heads, layout.head_dim)
-    keys, values = (torch.empty(shape, dtype=dtype, device=cache.device) for _ in range(2))
-    steps(
-        cache,
-        block_table,
-        seq_lens,
-        b.key_table,
-        b.value_table,
-        b.key_factor,
-        b.reader_key_matrix,
-        b.reader_value_matrix,
-        b.key_offset,
-        b.value_offset,
-        keys,
-        values,
-        capacity,
-        block_table.stride(0),
-    )
-    return keys, values
+    arrays = {
+        **_codec_tensors(codec, cache.device),
+        "cache": cache,
+        "block_table": _dense(block_table),
+        "seq_lens": _dense(seq_lens),
+    }
+    _run(steps, arrays, cache.device)
+    return arrays["keys"], arrays["values"]

@@ -155,17 +155,7 @@ def _prepare_store(
     module = _choose(layout_, backend, arrays[2], align)
     if module is native:
         return layout_, module, {}
-    assert cache.strides is not None
-    assert slot_mapping.strides is not None
-    steps = launch.prepare_store(
-        key.shape[0],
-        layout_,
-        codec_,
-        page_stride=cache.strides[0],
-        key_strides=key.strides,
-        value_strides=value.strides,
-        slot_stride=slot_mapping.strides[0],
-    )
+    steps = launch.prepare_store(key, value, cache, slot_mapping, layout_, codec_)
     return layout_, module, {"steps": steps}
 
 
@@ -229,18 +219,7 @@ def _prepare_attention(
             raise ValueError("plan: the native backend launches no kernels and takes no plan")
         return call, layout_, module, {}
     steps = launch.prepare_attention(
-        call,
-        layout_,
-        codec_,
-        cache[-1],
-        decode=specs["query_start_loc"] is None,
-        page_stride=cache[2][0],
-        query_strides=specs["query"].strides,
-        out_strides=specs["out"].strides,
-        cache_align=align,
-        has_sinks=specs["sinks"] is not None,
-        has_alibi=specs["alibi_slopes"] is not None,
-        overrides=overrides,
+        call, specs, layout_, codec_, cache[-1], cache_align=align, overrides=overrides
     )
     return call, layout_, module, {"steps": steps}
 
@@ -345,14 +324,13 @@ def _prepare_dequantize(
     module = _choose(layout_, backend, arrays[0], align)
     if module is native:
         return layout_, module, {}
-    assert cache.strides is not None
     steps = launch.prepare_dequantize(
-        block_table.shape[0],
-        block_table.shape[1] * layout_.page_size,
+        cache,
+        block_table,
         layout_,
         codec_,
         arrays[0][-1],
-        page_stride=cache.strides[0],
+        dtype=dtype_name(dtype),
         cache_align=align,
     )
     return layout_, module, {"steps": steps}

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tq_core import kernels
+from tq_core import Codec, QuantConfig, dispatch, kernels
 from tq_core.dispatch import Launch
 
 TARGETS = {
@@ -24,42 +24,38 @@ TARGETS = {
 }
 TOOLS = Path(triton.__path__[0]) / "backends/nvidia/bin"
 
-_FP32 = [
-    "row_scale_ptr", "row_const_ptr", "value_shift_ptr", "sinks_ptr", "slopes_ptr", "lse_ptr",
-    "matrix_ptr", "factor_ptr", "offset_ptr", "part_ptr", "state_ptr", "coded_ptr",
-    "key_matrix_ptr", "value_matrix_ptr", "key_offset_ptr", "value_offset_ptr", "key_scale_ptr",
-    "key_edges_ptr", "key_levels_ptr", "value_edges_ptr", "value_levels_ptr", "key_factor_ptr",
-]  # fmt: skip
 _TYPES = {
-    **dict.fromkeys(_FP32, "*fp32"),
-    **dict.fromkeys(
-        ("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr", "phase_ptr"), "*i32"
-    ),
-    **dict.fromkeys(("key_table_ptr", "value_table_ptr"), "*fp16"),
-    **dict.fromkeys(("key_ptr", "value_ptr", "key_out_ptr", "value_out_ptr"), "*bf16"),
-    "cache_ptr": "*u8",
-    "slot_ptr": "*i64",
-    **dict.fromkeys(("num_tokens", "num_seqs", "num_blocks", "table_stride", "capacity"), "i32"),
+    "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "uint8": "*u8", "int32": "*i32",
+    "int64": "*i64",
+}  # fmt: skip
+_CODEC = dispatch.codec_arrays(Codec(QuantConfig.preset("4bit"), 128))
+#: Dtypes of the arrays that a launch may read, but for those of the tokens.
+_DTYPES = {
+    **{name: array.dtype.name for name, array in _CODEC.items()},
+    **dict.fromkeys(("row_terms", "sinks", "alibi_slopes", "partial", "state", "coded"), "float32"),
+    **dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "int32"),
+    "rotated": "float16",
+    "cache": "uint8",
+    "slot_mapping": "int64",
 }
 
 
-def compile_launch(launch: Launch, target: str, dtype: str = "bf16"):
-    """The compiled kernel of ``launch`` for a target of ``TARGETS``; queries have ``dtype``."""
+def compile_launch(launch: Launch, target: str, dtype: str = "bfloat16"):
+    """The compiled kernel of ``launch`` for a target of ``TARGETS``; tokens have ``dtype``."""
     function = getattr(kernels.load(), launch.kernel)
     constexprs = dict(launch.constexprs)
-    types = dict(_TYPES, query_ptr=f"*{dtype}", out_ptr=f"*{dtype}")
-    if launch.kernel == "attention":
-        types["query_ptr"] = "*fp16"
-        if constexprs["PARTIAL"]:
-            types["out_ptr"] = "*fp32"
-    if launch.kernel == "transform_query":
-        types["out_ptr"] = "*fp16"
-    signature = {n: types.get(n, "constexpr") for n in function.arg_names}
+    types = [
+        *(_TYPES[_DTYPES.get(name, dtype)] for name in launch.inputs),
+        *("i32" for _ in launch.integers),
+        *(_TYPES[output.dtype] for output in launch.outputs),
+        *("constexpr" for _ in constexprs),
+    ]
+    signature = dict(zip(function.arg_names, types, strict=True))
     assert {n for n, t in signature.items() if t == "constexpr"} == set(constexprs)
-    attrs = {
-        (i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"
-    }
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t[0] == "*"}
+    options = {
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True,
+    }  # fmt: skip
     source = ASTSource(function, signature=signature, constexprs=constexprs, attrs=attrs)
     return triton.compile(source, target=TARGETS[target], options=options)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.cases import AttentionCase, make_attention_inputs
 from tq_core import CacheLayout, Codec, QuantConfig, codebook, dispatch
-from tq_core.dispatch import AttentionPlan, Device, Launch
+from tq_core.dispatch import AttentionPlan, Device
 from tq_core.validation import ArraySpec, check_attention
 
 DEVICES = {
@@ -77,6 +77,7 @@ def case_plan(case: AttentionCase, target: str) -> AttentionPlan:
         shape=arrays["query"].shape[:2],
         table=arrays["block_table"].shape,
         decode=False,
+        dtype=case.dtype,
         has_sinks=case.sinks,
         has_alibi=case.alibi,
         features={n: getattr(case, n) for n in ("scale", "causal", "sliding_window", "softcap")},
@@ -96,10 +97,11 @@ def _plan(
     features: dict,
     max_query_len: int | None = None,
     overrides: dict | None = None,
+    dtype: str = "bfloat16",
 ) -> AttentionPlan:
     (rows, heads), dim = shape, layout.head_dim
     call = check_attention(
-        ArraySpec((rows, heads, dim), "bfloat16"),
+        ArraySpec((rows, heads, dim), dtype),
         ArraySpec(layout.shape(8), "uint8"),
         ArraySpec(table, "int32"),
         ArraySpec(table[:1], "int32"),
@@ -117,6 +119,7 @@ def _plan(
         DEVICES[target],
         decode=decode,
         page_stride=layout.page_bytes,
+        table_stride=table[1],
         query_strides=strides,
         out_strides=strides,
         cache_align=16,
@@ -124,9 +127,3 @@ def _plan(
         has_alibi=has_alibi,
         overrides=overrides,
     )
-
-
-def launches(plan: AttentionPlan) -> list[Launch]:
-    """The launches of a plan, in order."""
-    steps = (plan.query, plan.attention, plan.merge, plan.output)
-    return [step for step in steps if step is not None]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
 pytest.importorskip("triton", reason="kernels need triton")
 
 from tests.cases import ATTENTION_CASES
 from tests.kernels.compiling import compile_launch, report
-from tests.kernels.plans import DEVICES, attention_plan, case_plan, launches
+from tests.kernels.plans import DEVICES, attention_plan, case_plan
 from tq_core import PRESETS, CacheLayout, Codec, QuantConfig, dispatch, kernels
 
 pytestmark = pytest.mark.skipif(kernels.interpreted(), reason="the kernels are interpreted")
@@ -30,7 +28,6 @@ BUDGETS = {
     "2bit_hq": (3.43, 0, 64),
 }
 ROOM = 1.03
-DTYPE_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 WIDE = {
     "decode": {},
@@ -46,18 +43,10 @@ WIDE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        # Triton 3.9 announces a change of its default for floating-point fusion.
-        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
-        yield
-
-
 @pytest.mark.parametrize("target", DEVICES)
 @pytest.mark.parametrize("shape", ["decode", "chunk with every feature"])
 def test_attention_of_every_target(shape, target):
-    for launch in launches(attention_plan("4bit", target, **WIDE[shape])):
+    for launch in attention_plan("4bit", target, **WIDE[shape]).launches:
         compile_launch(launch, target)
 
 
@@ -66,7 +55,7 @@ def test_attention_of_every_target(shape, target):
 @pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k3v4", "3bit", "2bit", "4bit_hq", "3bit_hq"])
 @pytest.mark.parametrize("shape", WIDE)
 def test_attention_of_every_preset(preset, shape, target):
-    for launch in launches(attention_plan(preset, target, **WIDE[shape])):
+    for launch in attention_plan(preset, target, **WIDE[shape]).launches:
         compile_launch(launch, target)
 
 
@@ -78,6 +67,7 @@ def test_store_and_dequantize(preset, order, target):
     traits = dispatch.codec_traits(Codec(config, 128))
     plan = dispatch.plan_store(
         100,
+        16,
         layout,
         traits,
         page_stride=layout.page_bytes,
@@ -85,7 +75,7 @@ def test_store_and_dequantize(preset, order, target):
         value_strides=(1024, 128, 1),
         slot_stride=1,
     )
-    compile_launch(plan.store, target)
+    compile_launch(plan, target)
     compile_launch(
         dispatch.plan_dequantize(
             4,
@@ -93,7 +83,9 @@ def test_store_and_dequantize(preset, order, target):
             layout,
             traits,
             DEVICES[target],
+            dtype="bfloat16",
             page_stride=layout.page_bytes,
+            table_stride=4,
             cache_align=16,
         ),
         target,
@@ -119,5 +111,5 @@ TABLE = [c for c in ATTENTION_CASES if c.head_dim % 8 == 0]
 @pytest.mark.parametrize("target", DEVICES)
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_every_plan_of_the_case_table(case, target):
-    for launch in launches(case_plan(case, target)):
-        compile_launch(launch, target, DTYPE_NAMES[case.dtype])
+    for launch in case_plan(case, target).launches:
+        compile_launch(launch, target, case.dtype)

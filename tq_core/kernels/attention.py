@@ -246,11 +246,10 @@ def _tile(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_stride"])
 def attention(
-    query_ptr, row_scale_ptr, row_const_ptr, cache_ptr, block_table_ptr, seq_lens_ptr,
-    query_start_loc_ptr, key_table_ptr, value_table_ptr, phase_ptr, value_shift_ptr, sinks_ptr,
-    slopes_ptr,
-    out_ptr, lse_ptr,
+    query_ptr, row_terms_ptr, cache_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr,
+    key_table_ptr, value_table_ptr, phase_ptr, value_shift_ptr, sinks_ptr, slopes_ptr,
     num_tokens, num_seqs, num_blocks, table_stride,
+    out_ptr, lse_ptr,
     NUM_SPLITS: tl.constexpr, DECODE: tl.constexpr, PARTIAL: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
@@ -354,10 +353,11 @@ def attention(
         q = q + (tl.load(query_ptr + at, mask=mask_q, other=0.0),)
     # From here on a score is in units of 1 / log2(e), or with a softcap in its own.
     UNIT: tl.constexpr = SCALE if SOFTCAP > 0 else SCALE * LOG2E
-    row_scale = tl.load(row_scale_ptr + flat, mask=mask_n, other=0.0) * UNIT
+    row_scale = tl.load(row_terms_ptr + flat, mask=mask_n, other=0.0) * UNIT
     row_const = row_scale
     if HAS_OFFSET:
-        row_const = tl.load(row_const_ptr + flat, mask=mask_n, other=0.0) * UNIT
+        const_ptr = row_terms_ptr + num_tokens.to(tl.int64) * NUM_QUERY_HEADS
+        row_const = tl.load(const_ptr + flat, mask=mask_n, other=0.0) * UNIT
     slope = row_scale
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + query_head, mask=mask_n, other=0.0) * LOG2E

@@ -74,8 +74,8 @@ def _add_and_store(
 def dequantize(
     cache_ptr, block_table_ptr, seq_lens_ptr, key_table_ptr, value_table_ptr, key_factor_ptr,
     key_matrix_ptr, value_matrix_ptr, key_offset_ptr, value_offset_ptr,
-    key_out_ptr, value_out_ptr,
     capacity, table_stride,
+    key_out_ptr, value_out_ptr,
     NUM_KV_HEADS: tl.constexpr,
     HAS_KEY_MATRIX: tl.constexpr, KEY_MATRIX_STRIDE: tl.constexpr,
     HAS_VALUE_MATRIX: tl.constexpr, VALUE_MATRIX_STRIDE: tl.constexpr,

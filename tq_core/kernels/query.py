@@ -23,8 +23,8 @@ def power_of_two(x):
 @triton.jit(do_not_specialize=["num_tokens"])
 def transform_query(
     query_ptr, matrix_ptr, factor_ptr, offset_ptr,
-    out_ptr, row_scale_ptr, row_const_ptr,
     num_tokens,
+    out_ptr, row_terms_ptr,
     STRIDE_N: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_D: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HAS_MATRIX: tl.constexpr, MATRIX_STRIDE: tl.constexpr, FACTOR_STRIDE: tl.constexpr,
@@ -32,7 +32,7 @@ def transform_query(
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """fp16 ``[N, Hq, D]`` queries, fp32 ``[N, Hq]`` scales and constants."""
+    """fp16 ``[N, Hq, D]`` queries, fp32 ``[N, Hq]`` scales and, behind them, constants."""
     BLOCKS_O: tl.constexpr = (HEAD_DIM + BLOCK_O - 1) // BLOCK_O
     pid = tl.program_id(0)
     block_o = pid % BLOCKS_O
@@ -57,10 +57,11 @@ def transform_query(
     scale, inverse = power_of_two(tl.max(tl.abs(x), 1))
     if block_o == 0:
         factor = tl.load(factor_ptr + head * FACTOR_STRIDE)
-        tl.store(row_scale_ptr + flat, scale * factor, mask=mask_n)
+        tl.store(row_terms_ptr + flat, scale * factor, mask=mask_n)
         if HAS_OFFSET:
             mu = tl.load(offset_ptr + head * OFFSET_STRIDE + offs_d, mask=mask_d, other=0.0)
-            tl.store(row_const_ptr + flat, tl.sum(x * mu[None, :], 1), mask=mask_n)
+            const_ptr = row_terms_ptr + num_tokens.to(tl.int64) * NUM_QUERY_HEADS
+            tl.store(const_ptr + flat, tl.sum(x * mu[None, :], 1), mask=mask_n)
 
     if HAS_MATRIX:
         if BLOCK_K == BLOCK_D:
@@ -94,8 +95,8 @@ def transform_query(
 @triton.jit(do_not_specialize=["num_tokens"])
 def transform_output(
     coded_ptr, matrix_ptr,
-    out_ptr,
     num_tokens,
+    out_ptr,
     STRIDE_N: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_D: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     MATRIX_STRIDE: tl.constexpr,

@@ -107,13 +107,13 @@ def _unsigned_zero(x):
     return tl.where(x == 0, 0.0, x).to(tl.float16)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pages"])
 def store(
     key_ptr, value_ptr, slot_ptr, key_matrix_ptr, value_matrix_ptr, key_offset_ptr,
     value_offset_ptr, key_scale_ptr, key_edges_ptr, key_levels_ptr, value_edges_ptr,
-    value_levels_ptr,
+    value_levels_ptr, previous_ptr,
+    num_tokens, num_pages,
     cache_ptr,
-    num_tokens,
     KEY_STRIDE_N: tl.constexpr, KEY_STRIDE_H: tl.constexpr, KEY_STRIDE_D: tl.constexpr,
     VALUE_STRIDE_N: tl.constexpr, VALUE_STRIDE_H: tl.constexpr, VALUE_STRIDE_D: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -132,12 +132,12 @@ def store(
     VALUE_AFFINE: tl.constexpr, VALUE_BITS: tl.constexpr, NORM_CORRECTION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_R`` tokens of one KV head."""
+    """``BLOCK_R`` tokens of one KV head; ``previous_ptr``, the cache too, is how JAX aliases it."""
     pid = tl.program_id(0)
     head = pid % NUM_KV_HEADS
     row = (pid // NUM_KV_HEADS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     slot = tl.load(slot_ptr + row * SLOT_STRIDE, mask=row < num_tokens, other=-1).to(tl.int64)
-    mask_r = slot >= 0
+    mask_r = (slot >= 0) & (slot // PAGE_SIZE < num_pages)
     slot = tl.where(mask_r, slot, 0)
     page_ptr = cache_ptr + (slot // PAGE_SIZE) * PAGE_STRIDE
     place = (slot % PAGE_SIZE).to(tl.int32)
