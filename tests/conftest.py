@@ -1,7 +1,7 @@
 """Fixtures of every suite; no framework is imported here.
 
 Triton interprets kernels in the whole process or not at all: where ``TRITON_INTERPRET=1`` is set,
-only ``tests/interpret`` runs.
+only ``tests/interpret`` and ``tests/parity/test_interpret.py`` run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
-INTERPRET = Path(__file__).parent / "interpret"
+# Several processes share a GPU, and so do two frameworks.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+HERE = Path(__file__).parent
+INTERPRET = (HERE / "interpret", HERE / "parity/test_interpret.py")
 
 
 def _runs_here(path: Path) -> bool:
-    return os.environ.get("TRITON_INTERPRET") != "1" or path.is_relative_to(INTERPRET)
+    return os.environ.get("TRITON_INTERPRET") != "1" or any(
+        path.is_relative_to(p) for p in INTERPRET
+    )
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out what another process runs; None lets pytest decide."""
-    inside = INTERPRET.is_relative_to(collection_path)
+    inside = any(p.is_relative_to(collection_path) for p in INTERPRET)
     return None if inside or _runs_here(collection_path) else True
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from functools import cache
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 
 from tq_core.layout import CacheLayout
@@ -14,7 +16,15 @@ FRAMEWORKS = {
     "torch": ("triton", "native", "interpret"),
     "jax": ("triton", "native", "interpret"),
 }
+_Version = tuple[int, ...]
 MIN_TRITON = (3, 6)
+#: Releases of jax-triton from, below: those of jax and of triton that it works with, from, below.
+JAX_TRITON: dict[tuple[_Version, _Version], dict[str, tuple[_Version, _Version | None]]] = {
+    ((0, 3, 1), (0, 4)): {"jax": ((0, 8, 2), (0, 12)), "triton": ((3, 6), None)},
+    ((0, 4, 1), (0, 5)): {"jax": ((0, 11), (0, 12)), "triton": ((3, 7), None)},
+}
+#: Packages that bring XLA's GPU code.
+_JAX_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
 #: Devices of the kernels by backend.
 _KERNEL_TARGETS = {"triton": ("cuda", "hip"), "interpret": ("cpu",)}
 
@@ -63,7 +73,54 @@ def why_unsupported(
             f"the kernels need a head_dim that is a multiple of 8, not {layout.head_dim}; "
             "backend='native' takes any"
         )
-    return reasons + _triton_reasons(backend)
+    return reasons + _environment_reasons(backend, target, framework)
+
+
+def _environment_reasons(backend: str, target: str, framework: str) -> list[str]:
+    """What the installed packages lack for the kernels."""
+    reasons = list(_triton_reasons(backend))
+    if framework == "jax" and backend == "triton":
+        if target == "cpu" and not any(map(find_spec, _JAX_PLUGINS)):
+            reasons.append("JAX has no GPU support here; pip install 'jax[cuda13]' brings it")
+        reasons += _jax_triton_reasons()
+    return reasons
+
+
+def _version(package: str) -> _Version | None:
+    """Major, minor and micro of an installed package; as far as they are numbers."""
+    try:
+        parts = metadata.version(package).split(".")[:3]
+    except metadata.PackageNotFoundError:
+        return None
+    digits = ("".join(c for c in part.partition("+")[0] if c.isdigit()) for part in parts)
+    return tuple(int(d) for d in digits if d)
+
+
+@cache
+def _jax_triton_reasons() -> list[str]:
+    """What is wrong with the installed jax-triton, and which would be right; nothing is imported.
+
+    A release of it works with few of jax, and says so only by failing.
+    """
+    jax, installed = _version("jax"), _version("jax-triton")
+    newer = sys.version_info >= (3, 12) and jax is not None and jax >= (0, 11)
+    advice = "pip install 'jax-triton>=0.4.1,<0.5'" if newer else "pip install 'jax-triton==0.3.1'"
+    if installed is None:
+        return [f"the jax-triton package is not installed; {advice}"]
+    name = ".".join(map(str, installed))
+    for (first, below), needs in JAX_TRITON.items():
+        if not first <= installed < below:
+            continue
+        reasons = []
+        for package, (low, high) in needs.items():
+            have = _version(package)
+            if have is None or have < low or (high is not None and have >= high):
+                wanted = f"{package}>={'.'.join(map(str, low))}"
+                wanted += f",<{'.'.join(map(str, high))}" if high else ""
+                found = ".".join(map(str, have)) if have else "none"
+                reasons.append(f"jax-triton {name} needs {wanted}, {found} is installed")
+        return reasons
+    return [f"jax-triton {name} is not one that tq works with; {advice}"]
 
 
 @cache
@@ -109,6 +166,16 @@ def choose_backend(
         ValueError: the named backend is unknown or cannot serve, with all the reasons.
     """
     if backend is None:
+        lacks = []
+        if "triton" in FRAMEWORKS[framework] and target in _KERNEL_TARGETS["triton"]:
+            lacks = _environment_reasons("triton", target, framework)
+        if lacks:
+            warnings.warn(
+                f"tq_{framework} computes without its kernels on this GPU, many times slower: "
+                + "; ".join(lacks),
+                RuntimeWarning,
+                stacklevel=2,
+            )
         for name in FRAMEWORKS[framework]:
             if name == "native" or (
                 name in _KERNEL_TARGETS

@@ -41,6 +41,7 @@ def test_triton_on_a_cpu_names_the_device():
     assert any("cuda and hip" in r and "cpu" in r for r in reasons)
 
 
+@pytest.mark.filterwarnings("ignore:tq_torch computes without its kernels:RuntimeWarning")
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_name_takes_one_that_can_serve(target):
     backend = choose_backend(LAYOUT, backend=None, target=target)
@@ -91,8 +92,9 @@ def test_the_gpu_default_is_triton_and_interpret_is_never_one(triton):
     assert choose_backend(LAYOUT, backend=None, target="cuda") == "triton"
     assert choose_backend(LAYOUT, backend=None, target="hip") == "triton"
     triton("3.6.0", interpreted=True)
-    for target in ("cpu", "cuda"):
-        assert choose_backend(LAYOUT, backend=None, target=target) == "native"
+    assert choose_backend(LAYOUT, backend=None, target="cpu") == "native"
+    with pytest.warns(RuntimeWarning, match="without its kernels on this GPU.*TRITON_INTERPRET"):
+        assert choose_backend(LAYOUT, backend=None, target="cuda") == "native"
 
 
 @pytest.mark.parametrize("version", ["2.3.1", "3.5.1+git"])
@@ -100,7 +102,8 @@ def test_an_old_triton_is_named(triton, version):
     triton(version)
     reasons = why_unsupported(LAYOUT, backend="triton", target="cuda")
     assert reasons == [f"triton 3.6 or newer is needed, {version} is installed"]
-    assert choose_backend(LAYOUT, backend=None, target="cuda") == "native"
+    with pytest.warns(RuntimeWarning, match="many times slower: triton 3.6 or newer is needed"):
+        assert choose_backend(LAYOUT, backend=None, target="cuda") == "native"
 
 
 def test_a_missing_and_a_broken_triton_are_named(triton, monkeypatch):
@@ -135,7 +138,7 @@ def test_reasons_come_together(triton):
     triton("3.5.0")
     layout = CacheLayout(QuantConfig(), 8, 100, 16)
     reasons = why_unsupported(layout, backend="triton", target="cpu", framework="jax")
-    for words in ("tq_jax has no triton", "not on cpu", "multiple of 8", "3.6 or newer"):
+    for words in ("not on cpu", "multiple of 8", "3.6 or newer"):
         assert sum(words in reason for reason in reasons) == 1
 
 
@@ -154,6 +157,102 @@ def test_a_backend_that_a_framework_lacks_is_named(framework):
         reasons = why_unsupported(LAYOUT, backend=backend, target="cuda", framework=framework)
         lacks = backend not in support.FRAMEWORKS[framework]
         assert any(f"tq_{framework} has no {backend} backend" in r for r in reasons) == lacks
+
+
+@pytest.fixture
+def packages(triton, monkeypatch):
+    """Sets which packages seem to be installed beside a good Triton."""
+    triton("3.8.0")
+
+    def install(python=(3, 12), **versions):
+        def version(package):
+            if package.replace("-", "_") not in versions:
+                raise support.metadata.PackageNotFoundError(package)
+            return versions[package.replace("-", "_")]
+
+        support._jax_triton_reasons.cache_clear()
+        monkeypatch.setattr(support.metadata, "version", version)
+        monkeypatch.setattr(support.sys, "version_info", python)
+
+    yield install
+    support._jax_triton_reasons.cache_clear()
+
+
+def jax_reasons(target="cuda"):
+    return why_unsupported(LAYOUT, backend="triton", target=target, framework="jax")
+
+
+@pytest.mark.parametrize(
+    "jax, triton_version, jax_triton",
+    [
+        ("0.8.2", "3.6.0", "0.3.1"),
+        ("0.11.2", "3.6.0", "0.3.1"),
+        ("0.11.0", "3.7.0", "0.4.1"),
+        ("0.11.2.dev20261101", "3.8.0+git12", "0.4.2"),
+    ],
+)
+def test_versions_that_work_together(packages, jax, triton_version, jax_triton):
+    packages(jax=jax, triton=triton_version, jax_triton=jax_triton)
+    assert jax_reasons() == []
+    assert choose_backend(LAYOUT, backend=None, target="cuda", framework="jax") == "triton"
+
+
+@pytest.mark.parametrize(
+    "python, versions, reason",
+    [
+        (
+            (3, 12),
+            {"jax": "0.11.2", "triton": "3.8.0"},
+            "the jax-triton package is not installed; pip install 'jax-triton>=0.4.1,<0.5'",
+        ),
+        (
+            (3, 11),
+            {"jax": "0.10.2", "triton": "3.8.0"},
+            "the jax-triton package is not installed; pip install 'jax-triton==0.3.1'",
+        ),
+        (
+            (3, 12),
+            {"jax": "0.12.0.1", "triton": "3.8.0", "jax_triton": "0.4.1"},
+            "jax-triton 0.4.1 needs jax>=0.11,<0.12, 0.12.0 is installed",
+        ),
+        (
+            (3, 12),
+            {"jax": "0.11.0", "triton": "3.6.0", "jax_triton": "0.4.1"},
+            "jax-triton 0.4.1 needs triton>=3.7, 3.6.0 is installed",
+        ),
+        (
+            (3, 11),
+            {"jax": "0.8.0", "triton": "3.6.0", "jax_triton": "0.3.1"},
+            "jax-triton 0.3.1 needs jax>=0.8.2,<0.12, 0.8.0 is installed",
+        ),
+        (
+            (3, 12),
+            {"jax": "0.11.2", "triton": "3.8.0", "jax_triton": "0.2.0"},
+            "jax-triton 0.2.0 is not one that tq works with; pip install 'jax-triton>=0.4.1,<0.5'",
+        ),
+        (
+            (3, 12),
+            {"jax": "0.11.2", "triton": "3.8.0", "jax_triton": "0.5.0"},
+            "jax-triton 0.5.0 is not one that tq works with; pip install 'jax-triton>=0.4.1,<0.5'",
+        ),
+    ],
+)
+def test_what_to_install_is_named(packages, python, versions, reason):
+    packages(python, **versions)
+    assert jax_reasons() == [reason]
+    assert why_unsupported(LAYOUT, backend="triton", target="cuda") == []
+    with pytest.raises(ValueError, match="'triton' cannot serve"):
+        choose_backend(LAYOUT, backend="triton", target="cuda", framework="jax")
+    with pytest.warns(RuntimeWarning, match="tq_jax computes without its kernels on this GPU"):
+        assert choose_backend(LAYOUT, backend=None, target="cuda", framework="jax") == "native"
+
+
+def test_a_jax_without_gpus_is_named(packages, monkeypatch):
+    packages(jax="0.11.2", triton="3.8.0", jax_triton="0.4.1")
+    monkeypatch.setattr(support, "find_spec", lambda name: None if "plugin" in name else name)
+    on_cpu, needs = jax_reasons("cpu")
+    assert "not on cpu" in on_cpu
+    assert needs == "JAX has no GPU support here; pip install 'jax[cuda13]' brings it"
 
 
 def test_unknown_frameworks_are_refused():

@@ -199,7 +199,7 @@ def test_a_traced_option_is_refused(name, value):
 
 
 def test_all_reasons_of_a_backend_are_given():
-    with pytest.raises(ValueError, match=r"no triton backend.*; triton runs on cuda and hip"):
+    with pytest.raises(ValueError, match=r"cuda and hip devices, not on cpu; .*jax"):
         tq_jax.store(**store_arguments(), backend="triton")
 
 
