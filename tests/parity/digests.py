@@ -17,7 +17,8 @@ from tests.gpu.cases import ATTENTION, STORE
 
 
 def main(framework: str, first: str, step: str) -> None:
-    other = {"torch": "jax", "jax": "torch"}[framework]
+    # Triton may import torch by itself.
+    other = {"torch": "tq_jax", "jax": "tq_torch"}[framework]
     calls = importlib.import_module(f"tests.parity.{framework}_calls")
     digests = {}
     for case in [*ATTENTION, *STORE][int(first) :: int(step)]:

@@ -50,12 +50,12 @@ def test_store(case):
     assert_same_bits("store", case, "triton", "cuda")
 
 
-SHARDS = 12
+SHARDS = 24
 
 
-@pytest.mark.parametrize("shard", range(0, SHARDS, 2))
+@pytest.mark.parametrize("shard", range(0, SHARDS, 4))
 def test_two_processes(shard):
-    """Half of the table, each framework in a process that has never seen the other."""
+    """A quarter of the table, each framework in a process that has never seen the other."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     running = [
         subprocess.Popen(
