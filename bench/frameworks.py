@@ -1,18 +1,21 @@
 """tq_jax beside tq_torch on a GPU: the same kernels, launched by XLA and from CUDA graphs.
 
 Each task is a function jitted once and a CUDA graph captured once, which do the same. Both are
-called several times in a row without waiting; a time is that of the whole row, divided, so it
-holds whatever the device waits for.
+called several times in a row without waiting. `kernels` is the time that the device spends in
+kernels, as its profiler has it; `elapsed` is the wall clock of the whole row, gaps included.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=gpu.positive, default=64)
     parser.add_argument("--layers", type=gpu.positive, default=32)
     parser.add_argument("--store-gib", type=gpu.positive, default=8, help="cache of the store")
-    parser.add_argument("--rounds", type=gpu.positive, default=15, help="rows timed")
-    parser.add_argument("--calls", type=gpu.positive, default=5, help="calls in a row")
+    parser.add_argument("--rounds", type=gpu.positive, default=9, help="rows timed")
+    parser.add_argument("--calls", type=gpu.positive, default=10, help="calls in a row")
+    parser.add_argument("--csv", type=Path, default=gpu.RESULTS / "frameworks.csv")
+    parser.add_argument("--commit", default=None, help="recorded; default: asked of git")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,38 +59,69 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, jax {jax.__version__}")
     with torch.inference_mode():
         tasks = [store_task(arguments), decode_task(arguments), layers_task(arguments)]
-        print_table(
-            ("microseconds", "torch", "jax", "jax / torch"),
-            [row(task, arguments) for task in tasks],
-        )
+        table = [line for task in tasks for line in rows(task, arguments)]
+    print_table(("microseconds of", "torch", "jax", "jax / torch"), table)
+    record(arguments, table)
     return 0
 
 
-def row(task: Task, arguments: argparse.Namespace) -> tuple[str, ...]:
-    """A line of the table."""
-    times = [
-        measure(call, task.units, arguments.rounds, arguments.calls)
-        for call in (task.torch, task.jax, task.torch, task.jax)
+def record(arguments: argparse.Namespace, table: list[tuple[str, ...]]) -> None:
+    """Appends the lines to the CSV file."""
+    environment = {**gpu.environment(arguments.commit), "jax_triton": version("jax-triton")}
+    new = not arguments.csv.exists()
+    with arguments.csv.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(
+                [*environment, "preset", "page_size", "shape", "what", "torch", "jax", "ratio"]
+            )
+        shape = ":".join(map(str, arguments.shape))
+        for line in table:
+            row = [arguments.preset, arguments.page_size, shape, *line]
+            writer.writerow([*environment.values(), *row])
+
+
+def rows(task: Task, arguments: argparse.Namespace) -> list[tuple[str, ...]]:
+    """Lines of the table."""
+    calls = {"torch": task.torch, "jax": task.jax}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(-2, arguments.rounds):
+        for name, call in calls.items():
+            seconds = elapsed(call, arguments.calls)
+            if number >= 0:
+                samples[name].append(1e6 * seconds / task.units)
+    medians = {name: statistics.median(sample) for name, sample in samples.items()}
+    busy = {name: in_kernels(call, arguments.calls) / task.units for name, call in calls.items()}
+    return [
+        (f"{task.name}, {what}", *(f"{t:.1f}" for t in times.values()), ratio(**times))
+        for what, times in (("kernels", busy), ("elapsed", medians))
     ]
-    ours, theirs = min(times[::2]), min(times[1::2])
-    return task.name, f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.3f}"
 
 
-def measure(call: Callable[[], object], units: int, rounds: int, calls: int) -> float:
-    """Median microseconds of a unit."""
+def ratio(torch: float, jax: float) -> str:
+    """The second time in units of the first."""
+    return f"{jax / torch:.3f}"
+
+
+def elapsed(call: Callable[[], object], calls: int) -> float:
+    """Seconds of one of several calls in a row."""
     import jax
 
-    samples = []
-    for number in range(-2, rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = call()
-        jax.block_until_ready(result)
-        torch.cuda.synchronize()
-        if number >= 0:
-            samples.append((time.perf_counter() - start) / calls / units)
-    return 1e6 * statistics.median(samples)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = call()
+    jax.block_until_ready(result)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
+
+
+def in_kernels(call: Callable[[], object], calls: int) -> float:
+    """Microseconds of a call in which kernels run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        elapsed(call, calls)
+    events = profiler.key_averages()
+    return sum(e.self_device_time_total for e in events) / calls
 
 
 def captured(function: Callable[[], object]) -> Callable[[], object]:
@@ -134,7 +170,6 @@ def store_task(arguments: argparse.Namespace) -> Task:
 
     many = jax.jit(lambda c: jax.lax.fori_loop(0, units, body, c), donate_argnums=0)
     state = [to_jax(cache)]
-
     device = jax.devices()[0]
     before = device.memory_stats()["bytes_in_use"]
 
@@ -161,7 +196,7 @@ def decode_task(arguments: argparse.Namespace) -> Task:
 
     shape, units = arguments.shape, 10
     data = gpu.make_cache(shape, arguments.preset, arguments.page_size, None, fill=True)
-    queries = [gpu.make_query(shape) for _ in range(units)]
+    queries = list(torch.randn_like(gpu.make_query(shape).expand(units, -1, -1, -1)))
     what = {"layout": data.layout, "codec": data.codec, "backend": "triton"}
     what["max_seq_len"] = shape.L
 
@@ -171,6 +206,7 @@ def decode_task(arguments: argparse.Namespace) -> Task:
 
     outs: list[torch.Tensor] = []
     replay = captured(lambda: outs.extend(decodes()))
+    replay()
     arrays = [to_jax(x) for x in (data.cache, data.table, data.lens)]
     jax_queries = [to_jax(q) for q in queries]
 
@@ -179,7 +215,8 @@ def decode_task(arguments: argparse.Namespace) -> Task:
         return [tq_jax.decode_attention(q, cache, table, lens, **what) for q in queries]
 
     results = decode_all(jax_queries, *arrays)
-    equal = all(torch.equal(a, torch.from_dlpack(b)) for a, b in zip(outs, results, strict=False))
+    pairs = zip(outs[-units:], results, strict=True)
+    equal = all(torch.equal(ours, torch.from_dlpack(theirs)) for ours, theirs in pairs)
     print(f"decode: bits of {len(results)} outputs equal: {equal}")
     return Task("decode", units, replay, lambda: decode_all(jax_queries, *arrays))
 
