@@ -111,7 +111,7 @@ def elapsed(call: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         result = call()
-    jax.block_until_ready(result)
+    jax.block_until_ready([x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)])
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / calls
 
@@ -125,13 +125,18 @@ def in_kernels(call: Callable[[], object], calls: int) -> float:
 
 
 def captured(function: Callable[[], object]) -> Callable[[], object]:
-    """Replays a CUDA graph of ``function``."""
+    """Replays a CUDA graph of ``function``, whose memory must live as long."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
-    return graph.replay
+
+    def replay() -> object:
+        graph.replay()
+        return function
+
+    return replay
 
 
 def to_jax(tensor: torch.Tensor) -> Any:
