@@ -12,7 +12,7 @@ PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_WORKERS
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-interpret check lint format typecheck bench-cpu wheel setup clean distclean
+.PHONY: help demo test test-interpret test-lowering check lint format typecheck bench-cpu wheel setup clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,9 @@ test: $(READY) ## run the tests (ARGS="-k store", ARGS="-m gpu")
 
 test-interpret: $(READY) ## run the Triton kernels on the CPU, in Triton's interpreter
 	TRITON_INTERPRET=1 $(PYTEST) $(ARGS)
+
+test-lowering: ## compile tq_jax's kernels for a GPU, without one; needs Python 3.12
+	tools/lowering.sh $(ARGS)
 
 check: lint typecheck test ## lint, types and tests
 
@@ -66,4 +69,4 @@ clean: ## remove build products and caches
 	find . -path "./$(VENV)" -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too
-	rm -rf "$(VENV)"
+	rm -rf "$(VENV)" .venv-lowering

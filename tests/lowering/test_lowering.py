@@ -138,7 +138,7 @@ def test_a_cache_carried_by_a_loop(loop):
     assert text.count("tf.aliasing_output") == 1
 
 
-@pytest.mark.parametrize("case", ATTENTION[::12], ids=str)
+@pytest.mark.parametrize("case", ATTENTION[::24], ids=str)
 def test_the_code_is_that_of_the_other_framework(case, monkeypatch):
     """jax-triton makes the PTX that Triton makes for torch, which it launches the same way."""
     given, call = attention_arguments(case)
