@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from threading import Lock
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from tq_core import kernels
-from tq_core.dispatch import Launch
+from tq_core.dispatch import Buffer, Launch
 
 #: The interpreter keeps the current program in a global.
 _LOCK = Lock()
@@ -61,11 +62,17 @@ def call(launch: Launch, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
     return {o.name: x for o, x in zip(launch.outputs, results, strict=True)}
 
 
+def _unwritten(buffer: Buffer) -> np.ndarray:
+    """Bytes that are seen where a kernel writes nothing: NaN."""
+    dtype = jax.numpy.dtype(buffer.dtype)
+    size = math.prod(buffer.shape) * dtype.itemsize
+    return np.full(size, 255, np.uint8).view(dtype).reshape(buffer.shape)
+
+
 def _run(launch: Launch, *inputs: Any) -> list[np.ndarray]:
     named = {name: np.ascontiguousarray(x) for name, x in zip(launch.inputs, inputs, strict=True)}
     outputs = [
-        np.array(named[o.name]) if o.name in named else np.zeros(o.shape, jax.numpy.dtype(o.dtype))
-        for o in launch.outputs
+        np.array(named[o.name]) if o.name in named else _unwritten(o) for o in launch.outputs
     ]
     if launch.grid:
         kernel = getattr(kernels.load(), launch.kernel)[(launch.grid,)]

@@ -40,12 +40,17 @@ _DTYPES = {
 }
 
 
+def input_dtypes(launch: Launch, dtype: str) -> list[str]:
+    """Dtypes of the arrays that a launch reads; tokens have ``dtype``."""
+    return [_DTYPES.get(name, dtype) for name in launch.inputs]
+
+
 def compile_launch(launch: Launch, target: str, dtype: str = "bfloat16"):
     """The compiled kernel of ``launch`` for a target of ``TARGETS``; tokens have ``dtype``."""
     function = getattr(kernels.load(), launch.kernel)
     constexprs = dict(launch.constexprs)
     types = [
-        *(_TYPES[_DTYPES.get(name, dtype)] for name in launch.inputs),
+        *(_TYPES[name] for name in input_dtypes(launch, dtype)),
         *("i32" for _ in launch.integers),
         *(_TYPES[output.dtype] for output in launch.outputs),
         *("constexpr" for _ in constexprs),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -19,7 +21,7 @@ pytest.importorskip("jax_triton", reason="lowering needs jax-triton", exc_type=I
 from jax_triton import triton_lib
 
 from tests.cases import ATTENTION_CASES, STORE_CASES, make_attention_inputs, make_store_inputs
-from tests.kernels.compiling import compile_launch
+from tests.kernels.compiling import compile_launch, input_dtypes
 from tests.kernels.plans import DEVICES
 from tq_core import kernels
 from tq_core.validation import ArraySpec, check_attention
@@ -155,7 +157,7 @@ def test_the_code_is_that_of_the_other_framework(case, monkeypatch):
     for step in plan.launches:
         function = getattr(kernels.load(), step.kernel)
         monkeypatch.setattr(function, "_jT_kernel_cache", {}, raising=False)
-        arrays = [jax.ShapeDtypeStruct((1,), d) for d in dtypes(step, case.dtype)]
+        arrays = [jax.ShapeDtypeStruct((1,), d) for d in input_dtypes(step, case.dtype)]
         names = list(dict.fromkeys(step.inputs))
         first = [arrays[step.inputs.index(n)] for n in names]
 
@@ -164,12 +166,6 @@ def test_the_code_is_that_of_the_other_framework(case, monkeypatch):
 
         lower(run, *first)
         assert code(made[-1].binary) == code(compile_launch(step, "sm_90", case.dtype).asm["ptx"])
-
-
-def dtypes(step, dtype):
-    from tests.kernels.compiling import _DTYPES
-
-    return [jnp.dtype(_DTYPES.get(name, dtype)) for name in step.inputs]
 
 
 def code(ptx):
@@ -191,9 +187,6 @@ def test_export():
 
 @pytest.mark.parametrize("before", ["/somewhere", None])
 def test_the_cache_of_triton_stays_where_it_was(before):
-    import subprocess
-    import sys
-
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
     if before:
         environment["TRITON_CACHE_DIR"] = before
