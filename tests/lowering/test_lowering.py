@@ -16,7 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("jax_triton", reason="lowering needs jax-triton", exc_type=ImportError)
+from tq_jax import launch, triton_call
+
+try:
+    JAX_TRITON = triton_call.jax_triton()
+except ImportError:
+    pytest.skip("lowering needs jax-triton", allow_module_level=True)
 
 from jax_triton import triton_lib
 
@@ -25,7 +30,6 @@ from tests.kernels.compiling import compile_launch, input_dtypes
 from tests.kernels.plans import DEVICES
 from tq_core import kernels
 from tq_core.validation import ArraySpec, check_attention
-from tq_jax import launch, triton_call
 
 if kernels.interpreted():
     pytest.skip("the kernels are interpreted", allow_module_level=True)
@@ -35,7 +39,7 @@ KERNELS = launch.Kernels(H200)
 ATTENTION = [c for c in ATTENTION_CASES if c.head_dim % 8 == 0]
 STORE = [c for c in STORE_CASES if c.head_dim % 8 == 0]
 #: Fewer cases of a release that the GPU suites run on.
-IS_OLD = triton_call.jax_triton().__version_info__ < (0, 4)
+IS_OLD = JAX_TRITON.__version_info__ < (0, 4)
 CALL = "@triton_kernel_call" if IS_OLD else "@triton_kernel_call_ffi"
 STEP = 7 if IS_OLD else 1
 #: Stores in the default run; the others are slow for their number.
@@ -175,9 +179,12 @@ def test_the_code_is_that_of_the_other_framework(case, monkeypatch):
 
 
 def code(ptx):
-    """The instructions: without comments and lines of the sources."""
-    lines = (line.partition("//")[0].rstrip() for line in ptx.splitlines())
-    return [x for x in lines if x and not re.match(r"\s*(\.loc|\.file|\.section|\$L__tmp)", x)]
+    """The instructions: without comments, lines of the sources, and sections for debuggers.
+
+    Those sections hold the directory that Python found the sources in, relative or not.
+    """
+    lines = (line.partition("//")[0].rstrip() for line in ptx.partition(".section")[0].splitlines())
+    return [x for x in lines if x and not re.match(r"\s*(\.loc|\.file|\$L__tmp)", x)]
 
 
 def test_export():
