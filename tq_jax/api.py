@@ -148,8 +148,10 @@ def attention(
         cache: uint8 ``layout.shape(num_pages)``, this call's tokens already stored.
         block_table: int32 ``[B, max_pages]``; entries past a sequence's end, or wholly before its
             window, are never used and may be -1.
-        seq_lens: int32 ``[B]``, cached tokens of each sequence, this call's included.
-        query_start_loc: int32 ``[B + 1]``, ascending.
+        seq_lens: int32 ``[B]``, cached tokens of each sequence, this call's included; at most
+            ``max_pages * page_size``. A traced length or page cannot be refused: ``"native"``
+            clips it, kernels read memory that is not the cache's.
+        query_start_loc: int32 ``[B + 1]``, ascending from 0.
         layout: the cache's layout; static.
         codec: the codec of its contents; static.
         scale: factor of the scores, a Python number; None is ``1 / sqrt(D)``.
@@ -241,7 +243,8 @@ def decode_attention(
         query: float16, bfloat16 or float32 ``[B, Hq, D]``.
         cache: uint8 ``layout.shape(num_pages)``.
         block_table: int32 ``[B, max_pages]``.
-        seq_lens: int32 ``[B]``, cached tokens of each sequence, this call's included.
+        seq_lens: int32 ``[B]``, cached tokens of each sequence, this call's included; at most
+            ``max_pages * page_size``, as in :func:`attention`.
         layout: the cache's layout; static.
         codec: the codec of its contents; static.
         scale: factor of the scores; None is ``1 / sqrt(D)``.

@@ -138,8 +138,10 @@ def attention(
         cache: uint8 ``layout.shape(num_pages)``; pages may be strided.
         block_table: int32 ``[B, max_pages]``. Entries past a sequence's end or wholly before its
             window are never used and may be anything.
-        seq_lens: int32 ``[B]``, cached tokens of each sequence, the call's own included.
-        query_start_loc: int32 ``[B + 1]``.
+        seq_lens: int32 ``[B]``, cached tokens of each sequence, the call's own included; at most
+            ``max_pages * page_size``. Off the CPU neither lengths nor pages are checked, which
+            would wait for the device: a wrong one reads memory that is not the cache's.
+        query_start_loc: int32 ``[B + 1]``, ascending from 0.
         layout: the cache's layout.
         codec: the codec of its contents.
         scale: factor of the scores. Default ``1 / sqrt(D)``.
