@@ -39,6 +39,7 @@ class Stored(NamedTuple):
 
     layout: CacheLayout
     run: gpu.Run
+    num_coordinates: int
     key_error: float
     value_error: float
 
@@ -116,9 +117,10 @@ def warm(job: Job) -> str | None:
 
 def make_inputs(shape: gpu.Shape, count: int) -> list[tuple[Tensor, Tensor]]:
     """Pairs of bf16 ``[L, Hk, D]``."""
-    size = (shape.L, shape.Hk, shape.D)
+    size = (2, shape.L, shape.Hk, shape.D)
+    generator = torch.Generator(device=gpu.DEVICE).manual_seed(0)
     return [
-        tuple(torch.randn(size, device=gpu.DEVICE).bfloat16() for _ in range(2))
+        tuple(torch.randn(size, device=gpu.DEVICE, generator=generator).bfloat16())
         for _ in range(count)
     ]
 
@@ -149,18 +151,22 @@ def packed(job: Job, inputs: list[tuple[Tensor, Tensor]], slots: Tensor) -> Stor
     errors = [gpu.relative_error(x[0, slots], y) for x, y in zip(read, inputs[0], strict=True)]
     moved = shape.bf16_bytes + shape.L * layout.bytes_per_token
     fields = _fields(preset=job.preset, page_size=page_size, order=layout.order)
-    return Stored(layout, gpu.Run("tq_torch store", calls, moved, fields), *errors)
+    return Stored(
+        layout, gpu.Run("tq_torch store", calls, moved, fields), inputs[0][0].numel(), *errors
+    )
 
 
 def off(stored: Stored) -> str | None:
     """What is wrong with the stored tokens, if anything is."""
     config = stored.layout.config
+    # The error of few coordinates scatters by about 0.7 / sqrt(their number) of itself.
+    chance = 1 + 3 / stored.num_coordinates**0.5
     for name, error, largest in (
-        ("keys", stored.key_error, LARGEST_KEY_ERROR[config.key_bits]),
-        ("values", stored.value_error, LARGEST_VALUE_ERROR[config.value_bits]),
+        ("keys", stored.key_error, LARGEST_KEY_ERROR[config.key_bits] * chance),
+        ("values", stored.value_error, LARGEST_VALUE_ERROR[config.value_bits] * chance),
     ):
         if not error <= largest:
-            return f"stored {name} are {error:.3f} off, expected at most {largest:g}"
+            return f"stored {name} are {error:.3f} off, expected at most {largest:.3g}"
     return None
 
 
