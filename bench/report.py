@@ -92,9 +92,8 @@ def read(path: Path, commit: str | None = None) -> list[Point]:
         if r["provider"] == "tq_torch" and r["ratio_to_best_bf16"]
     ]
     if not points:
-        raise ValueError(
-            f"{path}: no rows of tq_torch beside bf16 in run {commit or 'of any commit'}"
-        )
+        which = f"the run of {commit}" if commit else "the last run"
+        raise ValueError(f"{path}: no rows of tq_torch beside bf16 in {which}")
     return points
 
 
@@ -173,7 +172,8 @@ def plot(points: list[Point], folder: Path) -> list[Path]:
                     for (s, name), p in best.items()
                     if name == preset and (s.B, s.Hk, s.g, s.D) == group
                 )
-                axes.plot(*zip(*line, strict=True), "o-", label=preset) if line else None
+                if line:
+                    axes.plot(*zip(*line, strict=True), "o-", label=preset)
             axes.axhline(1, color="grey", linewidth=1)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))

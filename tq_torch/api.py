@@ -140,7 +140,8 @@ def attention(
             window are never used and may be anything.
         seq_lens: int32 ``[B]``, cached tokens of each sequence, the call's own included; at most
             ``max_pages * page_size``. Off the CPU neither lengths nor pages are checked, which
-            would wait for the device: a wrong one reads memory that is not the cache's.
+            would wait for the device: what a wrong one gives is undefined, and kernels then read
+            memory that is not the cache's.
         query_start_loc: int32 ``[B + 1]``, ascending from 0.
         layout: the cache's layout.
         codec: the codec of its contents.
