@@ -1,4 +1,4 @@
-"""Codebooks of the normal distribution: Lloyd-Max, and cubics close to it.
+"""Codebooks of the normal distribution: Lloyd-Max, and two kinds close to it for the kernels.
 
 Source: S. Lloyd, "Least squares quantization in PCM" (1982); J. Max (1960). A coordinate of a
 randomly rotated unit vector in D dimensions is close to N(0, 1/D), which is why one codebook per
@@ -97,6 +97,38 @@ def midpoints(centroids: np.ndarray) -> np.ndarray:
     return (centroids[1:] + centroids[:-1]) * centroids.dtype.type(0.5)
 
 
+class Grid(NamedTuple):
+    """A codebook whose levels are small integers, so that keys meet the int8 matrix unit.
+
+    Attributes:
+        half: the positive levels, ascending; all whole, or all halves of odd numbers.
+        scale: what turns them into levels of N(0, 1).
+    """
+
+    half: tuple[float, ...]
+    scale: float
+
+    @property
+    def offset(self) -> float:
+        """What levels are less than the bytes 0 to 127 of a table, 0 for signed bytes."""
+        return 63.5 if self.half[0] % 1 else 0.0
+
+
+#: Of all grids of whole levels up to 127 (2 and 3 bit), and of halves of odd numbers up to 63.5
+#: (4 bit), those of the least squared error: +0.00005 %, +0.002 % and +0.34 % over Lloyd-Max.
+GRIDS = {
+    2: Grid((18, 60), 0.0251724961293356),
+    3: Grid((10, 31, 55, 88), 0.024446138784694937),
+    4: Grid((2.5, 7.5, 12.5, 18.5, 24.5, 31.5, 40.5, 53.5), 0.0511187118314689),
+}
+
+
+def grid_levels(bits: int) -> np.ndarray:
+    """Levels of ``GRIDS[bits]`` before scaling: float64 ``[2**bits]``."""
+    half = np.array(GRIDS[bits].half, np.float64)
+    return np.concatenate([-half[::-1], half])
+
+
 class Cubic(NamedTuple):
     """A codebook whose levels are a cubic in half precision, so that a GPU needs no table.
 
@@ -135,9 +167,15 @@ def cubic_levels(bits: int) -> np.ndarray:
 
 
 def default_centroids(bits: int, head_dim: int) -> np.ndarray:
-    """Codebook of a coordinate of a rotated unit vector: float32 ``[2**bits]``, ascending.
+    """Codebook of keys, a coordinate of a rotated unit vector: float32 ``[2**bits]``, ascending.
 
-    The cubic one where ``CUBICS`` has the width, else Lloyd-Max.
+    The grid where ``GRIDS`` has the width, else Lloyd-Max.
     """
+    levels = grid_levels(bits) * GRIDS[bits].scale if bits in GRIDS else lloyd_max(bits)
+    return (levels / math.sqrt(head_dim)).astype(np.float32)
+
+
+def default_value_centroids(bits: int, head_dim: int) -> np.ndarray:
+    """Codebook of values: as ``default_centroids``, with ``CUBICS`` in place of ``GRIDS``."""
     levels = cubic_levels(bits) * CUBICS[bits].scale if bits in CUBICS else lloyd_max(bits)
     return (levels / math.sqrt(head_dim)).astype(np.float32)

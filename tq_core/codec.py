@@ -349,7 +349,9 @@ def _centroids(name: str, value: Any, used: bool, bits: int, head_dim: int) -> n
             raise ValueError(f"{name}: this format has no codebook; leave the argument out")
         return None
     if value is None:
-        return _array(codebook.default_centroids(bits, head_dim))
+        keys = name == "centroids"
+        default = codebook.default_centroids if keys else codebook.default_value_centroids
+        return _array(default(bits, head_dim))
     array = _array(value, name)
     if array.shape != (2**bits,) or not (np.diff(array) > 0).all():
         raise ValueError(

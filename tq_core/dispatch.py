@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ class Traits:
 
     key_kind: str
     value_kind: str
-    key_cubic: tuple[float, ...]
+    key_bias: float
     value_cubic: tuple[float, ...]
     value_factor: float
     has_key_matrix: bool
@@ -131,18 +131,18 @@ def codec_traits(codec: Codec) -> Traits:
     def stride(array: np.ndarray | None) -> int:
         return 0 if array is None or array.shape[0] == 1 else math.prod(array.shape[1:])
 
-    key_cubic = cubic_of(codec.centroids, dim)
     value_cubic = cubic_of(codec.value_centroids, dim)
-    key_kind = "fp8" if not config.key_is_codebook else "poly" if key_cubic else "table"
+    grid = grid_of(codec.centroids, dim)
+    key_kind = "fp8" if not config.key_is_codebook else "grid" if grid else "table"
     value_kind = "int" if not config.value_is_codebook else "poly" if value_cubic else "table"
     shift = value_shift_array(codec)
     factor = 2.0**24
     if codec.value_centroids is not None:
-        factor = decode_factor(codec.value_centroids, dim)
+        factor = value_decode_factor(codec.value_centroids, dim)
     return Traits(
         key_kind=key_kind,
         value_kind=value_kind,
-        key_cubic=key_cubic,
+        key_bias=grid.offset if grid else 0.0,
         value_cubic=value_cubic,
         value_factor=factor,
         has_key_matrix=codec.has_key_matrix,
@@ -161,32 +161,61 @@ def codec_traits(codec: Codec) -> Traits:
     )
 
 
+def grid_of(centroids: np.ndarray | None, head_dim: int) -> codebook.Grid | None:
+    """The grid whose levels these centroids of keys are, if any."""
+    bits = 0 if centroids is None else int(math.log2(len(centroids)))
+    if bits not in codebook.GRIDS:
+        return None
+    if not np.array_equal(centroids, codebook.default_centroids(bits, head_dim)):
+        return None
+    return codebook.GRIDS[bits]
+
+
 def cubic_of(centroids: np.ndarray | None, head_dim: int) -> tuple[float, ...]:
-    """Coefficients of the cubic whose levels these centroids are, () where they are others."""
-    if centroids is None:
-        return ()
-    bits = int(math.log2(len(centroids)))
+    """Coefficients of the cubic whose levels these centroids of values are, () if of none."""
+    bits = 0 if centroids is None else int(math.log2(len(centroids)))
     if bits not in codebook.CUBICS:
         return ()
-    if not np.array_equal(centroids, codebook.default_centroids(bits, head_dim)):
+    if not np.array_equal(centroids, codebook.default_value_centroids(bits, head_dim)):
         return ()
     return codebook.CUBICS[bits].coefficients
 
 
-def decode_factor(centroids: np.ndarray, head_dim: int) -> float:
-    """What a decoded number is multiplied by to give a centroid."""
-    if cubic_of(centroids, head_dim):
-        return codebook.CUBICS[int(math.log2(len(centroids)))].scale / math.sqrt(head_dim)
+def _table_factor(centroids: np.ndarray) -> float:
+    """What an entry of a decode table is multiplied by to give a centroid."""
     # Entries of the table lie within +-4, well inside fp16.
     return float(np.abs(centroids).max()) / 4
 
 
-def table_array(centroids: np.ndarray | None, head_dim: int) -> np.ndarray:
-    """The fp16 decode table of a codebook, one unused entry where it needs none."""
-    if centroids is None or cubic_of(centroids, head_dim):
+def key_decode_factor(centroids: np.ndarray, head_dim: int) -> float:
+    """What a decoded number of a key is multiplied by to give a centroid."""
+    grid = grid_of(centroids, head_dim)
+    return grid.scale / math.sqrt(head_dim) if grid else _table_factor(centroids)
+
+
+def value_decode_factor(centroids: np.ndarray, head_dim: int) -> float:
+    """What a decoded number of a value is multiplied by to give a centroid."""
+    if cubic_of(centroids, head_dim):
+        return codebook.CUBICS[int(math.log2(len(centroids)))].scale / math.sqrt(head_dim)
+    return _table_factor(centroids)
+
+
+def table_array(centroids: np.ndarray | None, factor: float) -> np.ndarray:
+    """The fp16 decode table of a codebook, one unused entry without a codebook."""
+    if centroids is None:
         return np.zeros(1, np.float16)
-    table: np.ndarray = centroids.astype(np.float64) / decode_factor(centroids, head_dim)
-    return table.astype(np.float16)
+    table: np.ndarray = (centroids.astype(np.float64) / factor).astype(np.float16)
+    return table
+
+
+def grid_array(centroids: np.ndarray | None, head_dim: int) -> np.ndarray:
+    """A grid codebook as ``kernels.codes`` reads it: words, each four times, then entries; int32."""
+    grid = grid_of(centroids, head_dim)
+    if centroids is None or grid is None:
+        return np.zeros(1, np.int32)
+    entries = codebook.grid_levels(int(math.log2(len(centroids)))) + grid.offset
+    words = entries.astype(np.int8).view(np.int32)
+    return np.concatenate([np.repeat(words, 4), entries.astype(np.int32)])
 
 
 def phase_array() -> np.ndarray:
@@ -209,7 +238,7 @@ def key_factor_array(codec: Codec) -> np.ndarray:
     """What turns a decoded number into a key, but for the token's scale; fp32 ``[1 or Hk]``."""
     decoded = 256.0
     if codec.centroids is not None:
-        decoded = decode_factor(codec.centroids, codec.head_dim)
+        decoded = key_decode_factor(codec.centroids, codec.head_dim)
     return (decoded * codec.key_scale.astype(np.float64)).astype(np.float32)
 
 
@@ -243,11 +272,13 @@ def codec_arrays(codec: Codec) -> dict[str, np.ndarray]:
         "key_offset": nothing if codec.key_offset is None else codec.key_offset,
         "value_offset": nothing if codec.value_offset is None else codec.value_offset,
         "value_shift": nothing if shift is None else shift,
-        "key_table": table_array(codec.centroids, codec.head_dim),
-        "value_table": table_array(codec.value_centroids, codec.head_dim),
+        "key_grid": grid_array(codec.centroids, codec.head_dim),
         "phase": phase_array(),
     }
     for side, levels in (("key", codec.centroids), ("value", codec.value_centroids)):
+        make = key_decode_factor if side == "key" else value_decode_factor
+        factor = 1.0 if levels is None else make(levels, codec.head_dim)
+        arrays[f"{side}_table"] = table_array(levels, factor)
         arrays[f"{side}_levels"] = nothing if levels is None else levels
         arrays[f"{side}_edges"] = nothing if levels is None else codebook.midpoints(levels)
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -294,7 +325,13 @@ def _reader_constexprs(
     """How codes are read: units, elements, blocks, decoders."""
     dim, config = layout.head_dim, layout.config
     key_strides = (page["PAGE_STRIDE"], page["KEY_HEAD_STRIDE"], page["KEY_SLOT_STRIDE"], align)
-    if config.key == "mse3" and config.key_packing == "dense":
+    grid = traits.key_kind == "grid"
+    if grid:
+        # Three words of 32 codes, or one.
+        key_unit = 12 if config.key_bits == 3 else 4
+        ends = [layout.key_bytes] + [dim // 4] * (config.key_packing == "planar")
+        key_element = 1 if any(n % 4 for n in (*key_strides, *ends)) else 4
+    elif config.key == "mse3" and config.key_packing == "dense":
         words = dim % 32 == 0 and not any(n % 4 for n in key_strides)
         key_unit = key_element = 4
         if not words:
@@ -302,7 +339,10 @@ def _reader_constexprs(
     else:
         key_unit = 2
         key_element = 1 if any(n % 2 for n in key_strides) else 2
-    key_codes = 11 if key_unit == 4 else {"fp8": 2, "mse4": 4}.get(config.key, 8)
+    if grid:
+        key_codes = 8 * key_unit // config.key_bits
+    else:
+        key_codes = 11 if key_unit == 4 else {"fp8": 2, "mse4": 4}.get(config.key, 8)
 
     value_strides = (
         page["PAGE_STRIDE"],
@@ -336,11 +376,13 @@ def _reader_constexprs(
     )
     key_asm = value_asm = ("", "")
     if asm:
-        if config.key_packing == "dense":
-            key_asm = ptx.decode_asm(traits.key_kind, config.key_bits, key_unit, traits.key_cubic)
+        if grid:
+            key_asm = ptx.grid_asm(config.key_bits, config.key_packing)
+        elif config.key_packing == "dense":
+            key_asm = ptx.decode_asm(traits.key_kind, config.key_bits, key_unit)
         value_asm = ptx.decode_asm(traits.value_kind, bits, value_unit, traits.value_cubic)
     num_key, num_value = (
-        dim * 3 // 32 if codes == 11 else dim // codes for codes in (key_codes, value_codes)
+        dim * 3 // 32 if codes == 11 else -(-dim // codes) for codes in (key_codes, value_codes)
     )
     key_pair = layout.page_size % 2 == 0 and not any(
         n % 4 for n in (page["PAGE_STRIDE"], page["META_BASE"], page["META_HEAD_STRIDE"], align)
@@ -354,7 +396,8 @@ def _reader_constexprs(
         "KEY_ELEMENT": key_element,
         "KEY_CODES": key_codes,
         "KEY_PLANAR": config.key_packing == "planar",
-        "KEY_CUBIC": traits.key_cubic,
+        "KEY_BYTES": layout.key_bytes,
+        "KEY_BIAS": traits.key_bias,
         "KEY_ASM": key_asm[0],
         "KEY_CONSTRAINTS": key_asm[1],
         "VALUE_KIND": traits.value_kind,
@@ -369,14 +412,14 @@ def _reader_constexprs(
         "HEAD_DIM": dim,
         "NUM_KEY": num_key,
         "NUM_VALUE": num_value,
-        "BLOCK_KEY": max(16, _pow2(num_key)),
+        "BLOCK_KEY": max(4 if grid else 16, _pow2(num_key)),
         "BLOCK_VALUE": max(16, _pow2(num_value)),
     }
 
 
 #: What a plan may be overridden with, and the least and largest value.
 _LIMITS = {
-    "block_n": (8, 256),
+    "block_n": (4, 256),
     "block_t": (16, 256),
     "num_warps": (1, 16),
     "num_stages": (1, 8),
@@ -483,8 +526,8 @@ def plan_attention(
     limit = device.shared_memory
     wide = max(16, _pow2(dim))
     columns = (1 if decode else max(call.max_query_len, 1)) * group
-    block_n = over.get("block_n", min(max(8, _pow2(columns)), 32 if wide <= 128 else 16))
-    size = block_n * wide
+    block_n = over.get("block_n", min(max(4, _pow2(columns)), 32 if wide <= 128 else 16))
+    size = max(8, block_n) * wide
     warps = over.get(
         "num_warps", 1 if size <= 2048 else 2 if size <= 4096 else 4 if size <= 8192 else 8
     )
@@ -575,18 +618,23 @@ def plan_attention(
         "HEAD_DIM": dim,
         "BLOCK_N": 16,
         "BLOCK_K": min(block_d, 128 if few else 32),
-        "BLOCK_O": block_o,
         "PRECISION": _precision(device),
     }
-    transform_grid = row_blocks * heads * -(-dim // block_o)
+    integer = traits.key_kind == "grid"
+    query_o = min(block_d, 256) if integer else block_o
+    rotated = Buffer("rotated", (*rows_shape, dim), "float16")
+    if integer:
+        rotated = Buffer("rotated", (*rows_shape, 2, dim), "int8")
     query = Launch(
         "transform_query",
-        transform_grid,
+        row_blocks * heads * (1 if integer else -(-dim // block_o)),
         inputs=("query", "query_matrix", "factor", "key_offset"),
         integers=(call.num_tokens,),
-        outputs=(Buffer("rotated", (*rows_shape, dim), "float16"), row_terms),
+        outputs=(rotated, row_terms),
         constexprs=_items(
             **transform,
+            BLOCK_O=query_o,
+            INTEGER=integer,
             STRIDE_N=query_strides[0],
             STRIDE_H=query_strides[1],
             STRIDE_D=query_strides[2],
@@ -597,7 +645,7 @@ def plan_attention(
             OFFSET_STRIDE=traits.key_offset_stride,
             BLOCK_D=block_d,
         ),
-        num_warps=4,
+        num_warps=8 if query_o > 64 else 4,
         num_stages=2,
     )
     attention = Launch(
@@ -606,7 +654,7 @@ def plan_attention(
         inputs=(
             "rotated", "row_terms", "cache", "block_table", "seq_lens",
             "seq_lens" if decode else "query_start_loc",
-            "key_table", "value_table", "phase", "value_shift", sinks, slopes,
+            "key_grid" if integer else "key_table", "value_table", "phase", "value_shift", sinks, slopes,
         ),
         integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride),
         outputs=(result, state),
@@ -639,12 +687,13 @@ def plan_attention(
     if coded:
         output = Launch(
             "transform_output",
-            transform_grid,
+            row_blocks * heads * -(-dim // block_o),
             inputs=("coded", "output_matrix"),
             integers=(call.num_tokens,),
             outputs=(out,),
             constexprs=_items(
                 **transform,
+                BLOCK_O=block_o,
                 STRIDE_N=out_strides[0],
                 STRIDE_H=out_strides[1],
                 STRIDE_D=out_strides[2],
@@ -735,10 +784,14 @@ def plan_dequantize(
 ) -> Launch:
     """Plans a dequantize of ``[num_seqs, capacity]`` tokens to ``dtype``."""
     page = _page_constexprs(layout, page_stride)
+    if traits.key_kind == "grid":
+        traits = replace(traits, key_kind="table")
     reader = _reader_constexprs(layout, page, traits, cache_align, asm=False)
     for name in (
         "META_PAIR_LOAD",
         "KEY_PAIR_LOAD",
+        "KEY_BYTES",
+        "KEY_BIAS",
         "KEY_ASM",
         "KEY_CONSTRAINTS",
         "VALUE_ASM",

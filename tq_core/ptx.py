@@ -108,3 +108,71 @@ def decode_asm(
     inputs = 1 if unit_bytes == 2 else 4 if codes > whole else 2
     constraints = ",".join(["=&r"] * codes + ["r"] * inputs)
     return "{ " + " ".join(lines + body) + " }", constraints
+
+
+def _spread(source: str) -> str:
+    """Lines that turn the 12 low bits of both halves of ``source`` into four nibbles, in ``y``."""
+    return (
+        f"shl.b32 y, {source}, 2; lop3.b32 y, y, {source}, 0xFF00FF00, 0xE4; "
+        "shl.b32 z, y, 1; lop3.b32 y, z, y, 0xF0F0F0F0, 0xE4; and.b32 y, y, 0x77777777;"
+    )
+
+
+def _every_other(source: str) -> str:
+    """Lines that move bits 0, 2, 4 ... 14 of ``source`` to bits 2, 6, 10 ... 30, in ``h``."""
+    return (
+        f"shl.b32 z, {source}, 8; lop3.b32 h, z, {source}, 0x00FF0000, 0xE4; "
+        "shl.b32 z, h, 4; lop3.b32 h, z, h, 0x0F000F00, 0xE4; "
+        "and.b32 h, h, 0x05050505; shl.b32 z, h, 2; lop3.b32 h, z, h, 0x10101010, 0xE4; "
+        "and.b32 h, h, 0x11111111; shl.b32 h, h, 2;"
+    )
+
+
+def grid_asm(bits: int, packing: str) -> tuple[str, str]:
+    """PTX and constraints of ``codes.decode_grid``: words and table words to words of bytes.
+
+    A byte permutation looks up four nibbles of three bits in eight bytes. Of four bits, the fourth
+    makes it repeat the byte's sign, which is 0 in tables of seven bits: looking up the code in the
+    lower half and the code with its highest bit turned in the upper half leaves a single byte that
+    is not 0.
+    """
+    if bits == 4:
+        lines = "xor.b32 t, $2, 0x88888888; shr.b32 s, $2, 16; shr.b32 u, t, 16; "
+        lines += "prmt.b32 x, $3, $4, $2; prmt.b32 y, $5, $6, t; or.b32 $0, x, y; "
+        lines += "prmt.b32 x, $3, $4, s; prmt.b32 y, $5, $6, u; or.b32 $1, x, y;"
+        names, outputs, inputs = "s, t, u, x, y", 2, 5
+    elif bits == 2:
+        lines = "and.b32 x, $4, 0x33333333; shr.b32 y, $4, 2; and.b32 y, y, 0x33333333; "
+        lines += "prmt.b32 $0, $5, $5, x; prmt.b32 $1, $5, $5, y; "
+        lines += "shr.b32 x, x, 16; shr.b32 y, y, 16; "
+        lines += "prmt.b32 $2, $5, $5, x; prmt.b32 $3, $5, $5, y;"
+        names, outputs, inputs = "x, y", 4, 2
+    elif packing == "dense":
+        # Groups of four codes, g and g + 4 in the halves of a register.
+        gather = (
+            "prmt.b32 x, $8, $9, 0x7610;",
+            "shr.b32 z, $8, 12; shf.r.clamp.b32 v, $9, $10, 28; prmt.b32 x, z, v, 0x5410;",
+            "prmt.b32 x, $8, $9, 0x0043; prmt.b32 x, x, $10, 0x6510;",
+            "prmt.b32 x, $9, $10, 0x7610; shr.b32 x, x, 4;",
+        )
+        lines = " ".join(
+            f"{line} {_spread('x')} prmt.b32 ${g}, $11, $12, y; shr.b32 z, y, 16; "
+            f"prmt.b32 ${g + 4}, $11, $12, z;"
+            for g, line in enumerate(gather)
+        )
+        names, outputs, inputs = "v, x, y, z", 8, 5
+    else:
+        parts = []
+        for word in range(2):
+            for parity in range(2):
+                out = 4 * word + parity
+                parts.append(
+                    f"shr.b32 x, $10, {16 * word + parity}; {_every_other('x')} "
+                    f"shr.b32 y, ${8 + word}, {2 * parity}; "
+                    "lop3.b32 y, y, 0x33333333, h, 0xEA; "
+                    f"prmt.b32 ${out}, $11, $12, y; shr.b32 z, y, 16; "
+                    f"prmt.b32 ${out + 2}, $11, $12, z;"
+                )
+        lines = " ".join(parts)
+        names, outputs, inputs = "h, x, y, z", 8, 5
+    return f"{{ .reg .b32 {names}; {lines} }}", ",".join(["=&r"] * outputs + ["r"] * inputs)

@@ -26,7 +26,7 @@ TOOLS = Path(triton.__path__[0]) / "backends/nvidia/bin"
 
 _TYPES = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "uint8": "*u8", "int32": "*i32",
-    "int64": "*i64",
+    "int64": "*i64", "int8": "*i8",
 }  # fmt: skip
 _CODEC = dispatch.codec_arrays(Codec(QuantConfig.preset("4bit"), 128))
 #: Dtypes of the arrays that a launch may read, but for those of the tokens.
@@ -34,7 +34,6 @@ _DTYPES = {
     **{name: array.dtype.name for name, array in _CODEC.items()},
     **dict.fromkeys(("row_terms", "sinks", "alibi_slopes", "partial", "state", "coded"), "float32"),
     **dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "int32"),
-    "rotated": "float16",
     "cache": "uint8",
     "slot_mapping": "int64",
 }
@@ -42,7 +41,8 @@ _DTYPES = {
 
 def input_dtypes(launch: Launch, dtype: str) -> list[str]:
     """Dtypes of the arrays that a launch reads; tokens have ``dtype``."""
-    return [_DTYPES.get(name, dtype) for name in launch.inputs]
+    rotated = "int8" if "key_grid" in launch.inputs else "float16"
+    return [{**_DTYPES, "rotated": rotated}.get(name, dtype) for name in launch.inputs]
 
 
 def compile_launch(launch: Launch, target: str, dtype: str = "bfloat16"):

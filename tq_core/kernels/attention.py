@@ -7,6 +7,10 @@ Tokens lie on the M axis of every dot, query rows (of all heads of a group) on t
 ``p_t w_t`` is what enters the second dot as fp16; the running maximum is therefore that of
 ``log2(p_t w_t)``, and small or huge value scales cost no precision.
 
+Keys of grid codebooks are bytes, and ``q'`` is two: ``128 high + low``, neighbouring columns of one
+int8 dot, whose sums are exact. The matrix unit has at least eight columns. Where there are only
+four query rows, every other one is theirs, and what follows the dot is done for those alone.
+
 Reads, for each tile of ``BLOCK_T`` tokens of one KV head: key codes, value codes, metadata, and the
 block table. Scores and sums are fp32, exponentials base 2.
 Source: docs/format.md; online softmax as in FlashAttention (arXiv 2205.14135), KV splits as in
@@ -19,9 +23,14 @@ import triton.language as tl
 from tq_core.kernels.codes import (
     align_words,
     coordinate,
+    decode_grid,
     decode_units,
+    grid_coordinate,
+    grid_operand,
     half_to_float,
     has_code,
+    load_grid,
+    load_grid_table,
     load_keys,
     load_masked,
     load_values,
@@ -48,9 +57,19 @@ def _partial_sum(x):
 
 
 @triton.jit
+def _even_columns(x, NUM: tl.constexpr):
+    """The even ones of ``2 * NUM`` columns; all of ``NUM``."""
+    if x.shape[1] == NUM:
+        return x
+    else:
+        even, _ = tl.split(tl.reshape(x, [x.shape[0], NUM, 2]))
+        return even
+
+
+@triton.jit
 def _tile(
     j, acc, m, l, z,
-    q, row_scale, row_const, slope, position, key_phase, value_phase,
+    q, row_scale, row_bias, row_const, slope, position, key_table, key_phase, value_phase,
     cache_ptr, pages_ptr, key_table_ptr, value_table_ptr,
     head, first_token, end_token,
     MASKED: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr,
@@ -64,7 +83,7 @@ def _tile(
     META_PAIRS: tl.constexpr, META_PAIR_LOAD: tl.constexpr, KEY_PAIR_LOAD: tl.constexpr,
     KEY_KIND: tl.constexpr, KEY_BITS: tl.constexpr, KEY_UNIT: tl.constexpr,
     KEY_ELEMENT: tl.constexpr, KEY_CODES: tl.constexpr, KEY_PLANAR: tl.constexpr,
-    KEY_CUBIC: tl.constexpr, KEY_ASM: tl.constexpr, KEY_CONSTRAINTS: tl.constexpr,
+    KEY_BYTES: tl.constexpr, KEY_ASM: tl.constexpr, KEY_CONSTRAINTS: tl.constexpr,
     VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
     VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr,
     VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
@@ -98,21 +117,27 @@ def _tile(
     key_at = head * (KEY_HEAD_STRIDE // KEY_ELEMENT) + first * (KEY_SLOT_STRIDE // KEY_ELEMENT)
     key_ptr = typed_ptr(cache_ptr, KEY_ELEMENT) + key_at + page * (PAGE_STRIDE // KEY_ELEMENT)
     key_slot = slot * (KEY_SLOT_STRIDE // KEY_ELEMENT)
-    unit = load_keys(
-        key_ptr, key_slot, offs_u, offs_u < NUM_KEY, KEY_UNIT, KEY_ELEMENT, NUM_KEY != BLOCK_KEY
-    )  # [BLOCK_T, BLOCK_KEY]
-    extra = unit
-    if KEY_PLANAR:
-        byte_at = head * KEY_HEAD_STRIDE + first * KEY_SLOT_STRIDE + HEAD_DIM // 4
-        extra = load_keys(
-            cache_ptr + byte_at + page * PAGE_STRIDE, slot * KEY_SLOT_STRIDE, offs_u,
-            offs_u < NUM_KEY, 1, 1, NUM_KEY != BLOCK_KEY,
+    if KEY_KIND == "grid":
+        words = load_grid(
+            key_ptr, key_slot, offs_u, KEY_BITS, KEY_PLANAR, KEY_ELEMENT, KEY_BYTES,
+            BLOCK_KEY * KEY_UNIT != KEY_BYTES,
         )  # fmt: skip
-    if KEY_CODES == 11:
-        extra = load_keys(
-            key_ptr, key_slot, offs_u + 1, has_code(offs_u, 10, KEY_CODES, NUM_KEY), KEY_UNIT,
-            KEY_ELEMENT, True,
-        )  # fmt: skip
+    else:
+        unit = load_keys(
+            key_ptr, key_slot, offs_u, offs_u < NUM_KEY, KEY_UNIT, KEY_ELEMENT, NUM_KEY != BLOCK_KEY
+        )  # [BLOCK_T, BLOCK_KEY]
+        extra = unit
+        if KEY_PLANAR:
+            byte_at = head * KEY_HEAD_STRIDE + first * KEY_SLOT_STRIDE + HEAD_DIM // 4
+            extra = load_keys(
+                cache_ptr + byte_at + page * PAGE_STRIDE, slot * KEY_SLOT_STRIDE, offs_u,
+                offs_u < NUM_KEY, 1, 1, NUM_KEY != BLOCK_KEY,
+            )  # fmt: skip
+        if KEY_CODES == 11:
+            extra = load_keys(
+                key_ptr, key_slot, offs_u + 1, has_code(offs_u, 10, KEY_CODES, NUM_KEY), KEY_UNIT,
+                KEY_ELEMENT, True,
+            )  # fmt: skip
 
     offs_v = tl.arange(0, BLOCK_VALUE)
     value_at = VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT)
@@ -161,18 +186,33 @@ def _tile(
 
     value_scale = half_to_float(scale_bits)
 
-    if KEY_CODES == 11:
-        unit, extra = align_words(unit, extra, key_phase[None, :], KEY_KIND)
-    k = decode_units(
-        unit, extra, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, KEY_CUBIC,
-        KEY_ASM, KEY_CONSTRAINTS,
-    )  # fmt: skip
-    s = tl.dot(k[0], q[0])  # [BLOCK_T, BLOCK_N]
-    for p in tl.static_range(1, KEY_CODES):
-        s = tl.dot(k[p], q[p], s)
-    if KEY_KIND == "fp8":
-        s = s * row_scale[None, :]
+    BLOCK_N: tl.constexpr = m.shape[0]
+    if KEY_KIND == "grid":
+        wide = ()
+        for w in tl.static_range(len(words)):
+            wide = wide + (tl.reshape(words[w], [BLOCK_T, BLOCK_KEY // 4, 4]),)
+        k = decode_grid(
+            wide, key_table, key_table_ptr, KEY_BITS, KEY_CODES, KEY_PLANAR, KEY_ASM,
+            KEY_CONSTRAINTS,
+        )  # fmt: skip
+        parts = tl.dot(grid_operand(k, KEY_CODES), q[0], out_dtype=tl.int32)
+        high, low = tl.split(tl.reshape(parts, [BLOCK_T, BLOCK_N, 2]))
+        s = (high * 128 + low).to(tl.float32)  # [BLOCK_T, BLOCK_N]
     else:
+        if KEY_CODES == 11:
+            unit, extra = align_words(unit, extra, key_phase[None, :], KEY_KIND)
+        k = decode_units(
+            unit, extra, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, (),
+            KEY_ASM, KEY_CONSTRAINTS,
+        )  # fmt: skip
+        s = tl.dot(k[0], q[0])
+        for p in tl.static_range(1, KEY_CODES):
+            s = tl.dot(k[p], q[p], s)
+        s = _even_columns(s, BLOCK_N)
+    s = s * row_scale[None, :]
+    if KEY_KIND == "grid":
+        s = s + row_bias[None, :]
+    if KEY_KIND != "fp8":
         if KEY_PAIR_LOAD:
             # Two tokens a load: four bytes are the least that can be fetched ahead of use.
             offs_e = 2 * tl.arange(0, BLOCK_T // 2)
@@ -196,7 +236,7 @@ def _tile(
             key_scale = tl.interleave(half_to_float(pair), half_to_float(pair >> 16))
         else:
             key_scale = half_to_float(load_masked(meta_ptr + slot, mask_t, MASKED))
-        s = (s * key_scale[:, None]) * row_scale[None, :]
+        s = s * key_scale[:, None]
     if HAS_OFFSET:
         s = s + row_const[None, :]
     if SOFTCAP > 0:
@@ -236,11 +276,16 @@ def _tile(
         value_unit, value_extra, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES, False,
         VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
     )  # fmt: skip
+    columns = scaled
+    if BLOCK_N < 8:
+        columns = tl.join(scaled, tl.zeros_like(scaled))
+        columns = tl.reshape(columns, [BLOCK_T, 2 * BLOCK_N])
     new = ()
     for p in tl.static_range(VALUE_CODES):
         # The matrix unit truncates what it adds to an accumulator, a bias that grows with the
         # number of tiles. So it starts each tile from zero, and the tiles are added up here.
-        new = new + (tl.fma(acc[p], decay[None, :] + tl.zeros_like(acc[p]), tl.dot(v[p], scaled)),)
+        part = _even_columns(tl.dot(v[p], columns), BLOCK_N)
+        new = new + (tl.fma(acc[p], decay[None, :] + tl.zeros_like(acc[p]), part),)
     return new, m_new, l, z
 
 
@@ -264,7 +309,8 @@ def attention(
     META_PAIRS: tl.constexpr, META_PAIR_LOAD: tl.constexpr, KEY_PAIR_LOAD: tl.constexpr,
     KEY_KIND: tl.constexpr, KEY_BITS: tl.constexpr, KEY_UNIT: tl.constexpr,
     KEY_ELEMENT: tl.constexpr, KEY_CODES: tl.constexpr, KEY_PLANAR: tl.constexpr,
-    KEY_CUBIC: tl.constexpr, KEY_ASM: tl.constexpr, KEY_CONSTRAINTS: tl.constexpr,
+    KEY_BYTES: tl.constexpr, KEY_BIAS: tl.constexpr,
+    KEY_ASM: tl.constexpr, KEY_CONSTRAINTS: tl.constexpr,
     VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
     VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
@@ -292,7 +338,7 @@ def attention(
         seq = block // BLOCKS
         first_row = seq
         num_rows: tl.constexpr = 1
-        column = (block % BLOCKS) * BLOCK_N + offs_n
+        first_column = (block % BLOCKS) * BLOCK_N
     else:
         low = 0
         high = num_seqs
@@ -305,14 +351,15 @@ def attention(
                 high = mid - 1
         seq = low
         first_row = tl.load(query_start_loc_ptr + seq)
-        column = (block - (first_row * GROUP // BLOCK_N + seq)) * BLOCK_N + offs_n
+        first_column = (block - (first_row * GROUP // BLOCK_N + seq)) * BLOCK_N
         if seq == num_seqs:
             num_rows = num_tokens - first_row
         else:
             num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
-    if tl.min(column, 0) >= num_rows * GROUP:
+    if first_column >= num_rows * GROUP:
         return
 
+    column = first_column + offs_n
     mask_n = column < num_rows * GROUP
     row = column // GROUP
     query_head = head * GROUP + column % GROUP
@@ -345,15 +392,37 @@ def attention(
     whole_start = tl.minimum(tl.maximum(tl.cdiv(whole_start, BLOCK_T), start), stop)
     whole_stop = tl.minimum(tl.maximum(tl.maximum(whole_end, 0) // BLOCK_T, whole_start), stop)
 
+    # Columns of the first dot: two or one of a query row's.
+    WIDTH: tl.constexpr = 2 * BLOCK_N if KEY_KIND == "grid" else max(8, BLOCK_N)
+    TIMES: tl.constexpr = WIDTH // BLOCK_N
+    offs_c = tl.arange(0, WIDTH)
+    column_c = first_column + offs_c // TIMES
+    mask_c = column_c < num_rows * GROUP
+    flat_c = (first_row + column_c // GROUP).to(tl.int64) * NUM_QUERY_HEADS
+    flat_c = flat_c + head * GROUP + column_c % GROUP
+    key_table = ()
     q = ()
-    offs_u = tl.arange(0, BLOCK_KEY)
-    for p in tl.static_range(KEY_CODES):
-        at = flat[None, :] * HEAD_DIM + coordinate(offs_u, p, KEY_CODES)[:, None]
-        mask_q = mask_n[None, :] & has_code(offs_u, p, KEY_CODES, NUM_KEY)[:, None]
-        q = q + (tl.load(query_ptr + at, mask=mask_q, other=0.0),)
+    if KEY_KIND == "grid":
+        key_table = load_grid_table(key_table_ptr, KEY_BITS)
+        offs_k = tl.arange(0, BLOCK_KEY * KEY_CODES)
+        offs_d = grid_coordinate(offs_k, KEY_CODES, KEY_BITS == 2 or KEY_PLANAR)
+        at = (flat_c * 2 + offs_c % 2)[None, :] * HEAD_DIM + offs_d[:, None]
+        mask_q = mask_c[None, :] & (offs_d < HEAD_DIM)[:, None]
+        q = (tl.load(query_ptr + at, mask=mask_q, other=0),)
+    else:
+        offs_u = tl.arange(0, BLOCK_KEY)
+        mask_c = mask_c & (offs_c % TIMES == 0)
+        for p in tl.static_range(KEY_CODES):
+            at = flat_c[None, :] * HEAD_DIM + coordinate(offs_u, p, KEY_CODES)[:, None]
+            mask_q = mask_c[None, :] & has_code(offs_u, p, KEY_CODES, NUM_KEY)[:, None]
+            q = q + (tl.load(query_ptr + at, mask=mask_q, other=0.0),)
     # From here on a score is in units of 1 / log2(e), or with a softcap in its own.
     UNIT: tl.constexpr = SCALE if SOFTCAP > 0 else SCALE * LOG2E
     row_scale = tl.load(row_terms_ptr + flat, mask=mask_n, other=0.0) * UNIT
+    row_bias = tl.zeros_like(row_scale)
+    if KEY_KIND == "grid" and KEY_BIAS != 0:
+        high, low = tl.split(tl.reshape(tl.sum(q[0].to(tl.int32), 0), [BLOCK_N, 2]))
+        row_bias = (high * 128 + low).to(tl.float32) * row_scale * -KEY_BIAS
     row_const = row_scale
     if HAS_OFFSET:
         const_ptr = row_terms_ptr + num_tokens.to(tl.int64) * NUM_QUERY_HEADS
@@ -373,20 +442,20 @@ def attention(
     ROW_WINDOW: tl.constexpr = 0 if DECODE else WINDOW
     key_phase = 0
     if KEY_CODES == 11:
-        key_phase = tl.load(phase_ptr + offs_u)
+        key_phase = tl.load(phase_ptr + tl.arange(0, BLOCK_KEY))
     value_phase = 0
     if VALUE_CODES == 11:
         value_phase = tl.load(phase_ptr + tl.arange(0, BLOCK_VALUE))
     pages_ptr = block_table_ptr + seq.to(tl.int64) * table_stride
     for j in range(whole_start, whole_stop):
         acc, m, l, z = _tile(
-            j, acc, m, l, z, q, row_scale, row_const, slope, position, key_phase, value_phase,
-            cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
+            j, acc, m, l, z, q, row_scale, row_bias, row_const, slope, position, key_table,
+            key_phase, value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
             False, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW,
             PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE,
             VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
             META_BASE, META_HEAD_STRIDE, META_VALUE, META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD,
-            KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_CUBIC, KEY_ASM,
+            KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_ASM,
             KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
             VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T,
             BLOCK_KEY, BLOCK_VALUE,
@@ -396,13 +465,13 @@ def attention(
     for i in range(before + stop - whole_stop):
         j = tl.where(i < before, start + i, whole_stop + i - before)
         acc, m, l, z = _tile(
-            j, acc, m, l, z, q, row_scale, row_const, slope, position, key_phase, value_phase,
-            cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
+            j, acc, m, l, z, q, row_scale, row_bias, row_const, slope, position, key_table,
+            key_phase, value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
             True, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW,
             PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE,
             VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
             META_BASE, META_HEAD_STRIDE, META_VALUE, META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD,
-            KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_CUBIC, KEY_ASM,
+            KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_ASM,
             KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
             VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T,
             BLOCK_KEY, BLOCK_VALUE,

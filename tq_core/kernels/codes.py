@@ -17,6 +17,10 @@ What a decoded number means, by ``KIND``:
   the centroids;
 * ``"table"``: entry of a 2**BITS-entry fp16 table.
 
+Keys of a grid codebook (``KIND`` ``"grid"``) are bytes for the int8 matrix unit instead. Their unit
+is a word, or three words of 3-bit codes, and yields an int32 word for every four codes. See
+``decode_grid`` and ``grid_coordinate``.
+
 The inline PTX given as ``ASM`` computes the same bits as the plain path, two numbers a register.
 """
 
@@ -86,6 +90,159 @@ def _join_words(low, high, offs_u):
     shift = offs_u * 3 % 4 * 8
     low = low.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
     return low.to(tl.int32, bitcast=True) | ((high << 1) << (31 - shift))
+
+
+@triton.jit
+def grid_coordinate(offs_k, CODES: tl.constexpr, STRIDED: tl.constexpr):
+    """Coordinate of column ``offs_k`` of the operand that ``grid_operand`` makes of units."""
+    word = offs_k // 32 % (CODES // 8) * 2 + offs_k // 4 % 2
+    if STRIDED:
+        place = word // 2 * 8 + offs_k % 4 * 2 + word % 2
+    else:
+        place = word * 4 + offs_k % 4
+    return (offs_k // (4 * CODES) * 4 + offs_k // 8 % 4) * CODES + place
+
+
+@triton.jit
+def _load_word(
+    page_ptr, slot_at, index,
+    FIRST: tl.constexpr, END: tl.constexpr, ELEMENT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Words ``index`` of bytes FIRST to END of every slot, 0 past the end; int32."""
+    ptr = (page_ptr + slot_at)[:, None]
+    if ELEMENT == 4:
+        at = FIRST // 4 + index
+        return load_masked(ptr + at[None, :], (at * 4 < END)[None, :], MASKED)
+    else:
+        at = FIRST + index * 4
+        word = load_masked(ptr + at[None, :], (at < END)[None, :], True).to(tl.int32)
+        for i in tl.static_range(1, 4):
+            byte = load_masked(ptr + (at + i)[None, :], (at + i < END)[None, :], True)
+            word = word | (byte.to(tl.int32) << (8 * i))
+        return word
+
+
+@triton.jit
+def load_grid(
+    page_ptr, slot_at, offs_u,
+    BITS: tl.constexpr, PLANAR: tl.constexpr, ELEMENT: tl.constexpr, NUM_BYTES: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The words of units ``offs_u``, a tuple; arguments as in ``load_keys``."""
+    if BITS != 3:
+        return (_load_word(page_ptr, slot_at, offs_u, 0, NUM_BYTES, ELEMENT, MASKED),)
+    elif PLANAR:
+        LOW: tl.constexpr = NUM_BYTES // 3 * 2
+        return (
+            _load_word(page_ptr, slot_at, offs_u * 2, 0, LOW, ELEMENT, MASKED),
+            _load_word(page_ptr, slot_at, offs_u * 2 + 1, 0, LOW, ELEMENT, MASKED),
+            _load_word(page_ptr, slot_at, offs_u, LOW, NUM_BYTES, ELEMENT, MASKED),
+        )
+    else:
+        return (
+            _load_word(page_ptr, slot_at, offs_u * 3, 0, NUM_BYTES, ELEMENT, MASKED),
+            _load_word(page_ptr, slot_at, offs_u * 3 + 1, 0, NUM_BYTES, ELEMENT, MASKED),
+            _load_word(page_ptr, slot_at, offs_u * 3 + 2, 0, NUM_BYTES, ELEMENT, MASKED),
+        )
+
+
+@triton.jit
+def load_grid_table(table_ptr, BITS: tl.constexpr):
+    """The table's words, int32 ``[1, 1, 4]`` each, a copy for every lane that shares a row.
+
+    Loaded lane by lane they are registers; as constants or scalars they would be uniform ones,
+    which each use copies first.
+    """
+    offs = tl.arange(0, 4)[None, None, :]
+    words = ()
+    for i in tl.static_range(2**BITS // 4):
+        words = words + (tl.load(table_ptr + 4 * i + offs),)
+    return words
+
+
+@triton.jit
+def _grid_code(words, p: tl.constexpr, BITS: tl.constexpr, PLANAR: tl.constexpr):
+    """Code p of a unit."""
+    if PLANAR:
+        code = ((words[p // 16] >> (2 * p % 32)) & 3) | (((words[2] >> p) & 1) << 2)
+    elif BITS * p % 32 + BITS > 32:
+        KEPT: tl.constexpr = 32 - BITS * p % 32
+        code = (words[BITS * p // 32] >> (32 - KEPT)) & ((1 << KEPT) - 1)
+        code = code | ((words[BITS * p // 32 + 1] << KEPT) & (2**BITS - 1))
+    else:
+        code = (words[BITS * p // 32] >> (BITS * p % 32)) & (2**BITS - 1)
+    return code
+
+
+@triton.jit
+def decode_grid(
+    words, table, table_ptr,
+    BITS: tl.constexpr, CODES: tl.constexpr, PLANAR: tl.constexpr,
+    ASM: tl.constexpr, ASM_CONSTRAINTS: tl.constexpr,
+):  # fmt: skip
+    """Tuple of ``CODES / 4`` int32 words of the table's bytes, each with those of four codes.
+
+    ``words`` and ``table`` broadcast to one shape. Word w holds codes 4w to 4w + 3, or with 2-bit
+    and planar codes, which are taken apart by their parity, every other one of eight.
+    ``table_ptr`` has the table's words as ``load_grid_table`` reads them, then its entries.
+    """
+    if ASM != "":
+        if CODES == 8:
+            return tl.inline_asm_elementwise(
+                ASM, ASM_CONSTRAINTS, [words[0], table[0], table[1], table[2], table[3]],
+                (tl.int32,) * 2, is_pure=True, pack=1,
+            )  # fmt: skip
+        elif CODES == 16:
+            return tl.inline_asm_elementwise(
+                ASM, ASM_CONSTRAINTS, [words[0], table[0]], (tl.int32,) * 4, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                ASM, ASM_CONSTRAINTS, [words[0], words[1], words[2], table[0], table[1]],
+                (tl.int32,) * 8, is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        STRIDED: tl.constexpr = BITS == 2 or PLANAR
+        out = ()
+        for w in tl.static_range(CODES // 4):
+            word = words[0] * 0
+            for b in tl.static_range(4):
+                PLACE: tl.constexpr = w // 2 * 8 + 2 * b + w % 2 if STRIDED else 4 * w + b
+                code = _grid_code(words, PLACE, BITS, PLANAR)
+                entry = tl.load(table_ptr + 2**BITS + code)
+                word = word | ((entry & 0xFF) << (8 * b))
+            out = out + (word,)
+        return out
+
+
+@triton.jit
+def _bytes(word):
+    """The bytes of int32 words, int8 ``[..., 2, 2]``; the compiler makes nothing of it."""
+    even = tl.join(word.to(tl.int8), (word >> 16).to(tl.int8))
+    return tl.join(even, tl.join((word >> 8).to(tl.int8), (word >> 24).to(tl.int8)))
+
+
+@triton.jit
+def grid_operand(words, CODES: tl.constexpr):
+    """Words ``[T, U / 4, 4]`` of ``decode_grid`` as a matrix operand, int8 ``[T, U * CODES]``.
+
+    Columns follow the matrix unit, in which each of four lanes holds eight neighbours: so a lane
+    reads whole units and all that it decodes is already in its place.
+    """
+    COLUMNS: tl.constexpr = words[0].shape[1] * 4 * CODES
+    if CODES == 8:
+        x = tl.permute(tl.join(_bytes(words[0]), _bytes(words[1])), (0, 1, 2, 5, 3, 4))
+    elif CODES == 16:
+        low = tl.join(_bytes(words[0]), _bytes(words[1]))
+        high = tl.join(_bytes(words[2]), _bytes(words[3]))
+        x = tl.permute(tl.join(low, high), (0, 1, 6, 2, 5, 3, 4))
+    else:
+        a = tl.join(_bytes(words[0]), _bytes(words[1]))
+        b = tl.join(_bytes(words[2]), _bytes(words[3]))
+        c = tl.join(_bytes(words[4]), _bytes(words[5]))
+        d = tl.join(_bytes(words[6]), _bytes(words[7]))
+        x = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 1, 7, 6, 2, 5, 3, 4))
+    return tl.reshape(x, [words[0].shape[0], COLUMNS])
 
 
 @triton.jit

@@ -90,7 +90,6 @@ def dequantize(
     META_PAIRS: tl.constexpr,
     KEY_KIND: tl.constexpr, KEY_BITS: tl.constexpr, KEY_UNIT: tl.constexpr,
     KEY_ELEMENT: tl.constexpr, KEY_CODES: tl.constexpr, KEY_PLANAR: tl.constexpr,
-    KEY_CUBIC: tl.constexpr,
     VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
     VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_FACTOR: tl.constexpr,
     VALUE_CUBIC: tl.constexpr,
@@ -127,7 +126,7 @@ def dequantize(
         extra = load_keys(key_ptr, key_at, offs_u + 1, mask_next, KEY_UNIT, KEY_ELEMENT, True)
         unit, extra = align_words(unit, extra, (offs_u % 3)[None, :], KEY_KIND)
     keys = decode_units(
-        unit, extra, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, KEY_CUBIC, "", ""
+        unit, extra, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, (), "", ""
     )
     scale = tl.zeros([BLOCK_T], tl.float32) + tl.load(key_factor_ptr + head * FACTOR_STRIDE)
     if KEY_KIND != "fp8":
