@@ -33,6 +33,7 @@ from tq_core.kernels.codes import (
     load_grid_table,
     load_keys,
     load_masked,
+    load_triples,
     load_values,
     typed_ptr,
 )
@@ -117,7 +118,13 @@ def _tile(
     key_at = head * (KEY_HEAD_STRIDE // KEY_ELEMENT) + first * (KEY_SLOT_STRIDE // KEY_ELEMENT)
     key_ptr = typed_ptr(cache_ptr, KEY_ELEMENT) + key_at + page * (PAGE_STRIDE // KEY_ELEMENT)
     key_slot = slot * (KEY_SLOT_STRIDE // KEY_ELEMENT)
-    if KEY_KIND == "grid":
+    TRIPLES: tl.constexpr = KEY_BITS == 3 and not KEY_PLANAR and KEY_ELEMENT == 4
+    if KEY_KIND == "grid" and TRIPLES and PAGE_SIZE % BLOCK_T == 0:
+        words = load_triples(
+            key_ptr, BLOCK_T, KEY_SLOT_STRIDE // 4, BLOCK_KEY, KEY_BYTES,
+            BLOCK_KEY * KEY_UNIT != KEY_BYTES,
+        )  # fmt: skip
+    elif KEY_KIND == "grid":
         words = load_grid(
             key_ptr, key_slot, offs_u, KEY_BITS, KEY_PLANAR, KEY_ELEMENT, KEY_BYTES,
             BLOCK_KEY * KEY_UNIT != KEY_BYTES,
@@ -278,7 +285,7 @@ def _tile(
     )  # fmt: skip
     columns = scaled
     if BLOCK_N < 8:
-        columns = tl.join(scaled, tl.zeros_like(scaled))
+        columns = tl.broadcast_to(scaled[:, :, None], [BLOCK_T, BLOCK_N, 2])
         columns = tl.reshape(columns, [BLOCK_T, 2 * BLOCK_N])
     new = ()
     for p in tl.static_range(VALUE_CODES):

@@ -139,11 +139,34 @@ def load_grid(
             _load_word(page_ptr, slot_at, offs_u, LOW, NUM_BYTES, ELEMENT, MASKED),
         )
     else:
-        return (
-            _load_word(page_ptr, slot_at, offs_u * 3, 0, NUM_BYTES, ELEMENT, MASKED),
-            _load_word(page_ptr, slot_at, offs_u * 3 + 1, 0, NUM_BYTES, ELEMENT, MASKED),
-            _load_word(page_ptr, slot_at, offs_u * 3 + 2, 0, NUM_BYTES, ELEMENT, MASKED),
-        )
+        # Four words from each unit's first: neighbours, so that lanes are laid along them.
+        offs = tl.arange(0, 4 * offs_u.shape[0])
+        index = offs // 4 * 3 + offs % 4
+        word = _load_word(page_ptr, slot_at, index, 0, NUM_BYTES, ELEMENT, MASKED)
+        word = tl.reshape(word, [word.shape[0], offs_u.shape[0], 2, 2])
+        even, odd = tl.split(word)
+        first, third = tl.split(even)
+        second, _ = tl.split(odd)
+        return first, second, third
+
+
+@triton.jit
+def load_triples(
+    page_ptr, NUM_SLOTS: tl.constexpr, SLOT_STRIDE: tl.constexpr, NUM_UNITS: tl.constexpr,
+    NUM_BYTES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """``load_grid`` of dense 3-bit codes of neighbouring slots, ``SLOT_STRIDE`` words apart.
+
+    The tiles are loaded as vectors: of two axes, lanes would be laid along the slots.
+    """
+    offs = tl.arange(0, NUM_SLOTS * NUM_UNITS)
+    index = offs % NUM_UNITS * 3
+    ptr = page_ptr + (offs // NUM_UNITS * SLOT_STRIDE + index)
+    words = ()
+    for i in tl.static_range(3):
+        word = load_masked(ptr + i, (index + i) * 4 < NUM_BYTES, MASKED)
+        words = words + (tl.reshape(word, [NUM_SLOTS, NUM_UNITS]),)
+    return words
 
 
 @triton.jit
