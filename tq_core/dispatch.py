@@ -219,8 +219,8 @@ def grid_array(centroids: np.ndarray | None, head_dim: int) -> np.ndarray:
 
 
 def phase_array() -> np.ndarray:
-    """Bits of word j of 3-bit codes before its first whole code, ``j % 3``; int32 ``[64]``."""
-    return np.arange(64, dtype=np.int32) % 3
+    """Where unit u of 48 bits begins in a word, 0 or 16; int32 ``[64]``."""
+    return np.arange(64, dtype=np.int32) % 2 * 16
 
 
 def _query_bound(codec: Codec) -> np.ndarray:
@@ -320,9 +320,18 @@ def _page_constexprs(layout: CacheLayout, page_stride: int) -> dict[str, Any]:
 
 
 def _reader_constexprs(
-    layout: CacheLayout, page: Mapping[str, Any], traits: Traits, align: int, asm: bool
+    layout: CacheLayout,
+    page: Mapping[str, Any],
+    traits: Traits,
+    align: int,
+    *,
+    wide: bool,
+    asm: bool,
 ) -> dict[str, Any]:
-    """How codes are read: units, elements, blocks, decoders."""
+    """How codes are read: units, elements, blocks, decoders.
+
+    ``wide``: values in the widest units, for matrices whose rows are values.
+    """
     dim, config = layout.head_dim, layout.config
     key_strides = (page["PAGE_STRIDE"], page["KEY_HEAD_STRIDE"], page["KEY_SLOT_STRIDE"], align)
     grid = traits.key_kind == "grid"
@@ -332,17 +341,14 @@ def _reader_constexprs(
         ends = [layout.key_bytes] + [dim // 4] * (config.key_packing == "planar")
         key_element = 1 if any(n % 4 for n in (*key_strides, *ends)) else 4
     elif config.key == "mse3" and config.key_packing == "dense":
-        words = dim % 32 == 0 and not any(n % 4 for n in key_strides)
-        key_unit = key_element = 4
-        if not words:
-            key_unit, key_element = 3, 1
+        key_unit, key_element = 3, 1
     else:
         key_unit = 2
         key_element = 1 if any(n % 2 for n in key_strides) else 2
     if grid:
         key_codes = 8 * key_unit // config.key_bits
     else:
-        key_codes = 11 if key_unit == 4 else {"fp8": 2, "mse4": 4}.get(config.key, 8)
+        key_codes = {"fp8": 2, "mse4": 4}.get(config.key, 8)
 
     value_strides = (
         page["PAGE_STRIDE"],
@@ -353,18 +359,15 @@ def _reader_constexprs(
     )
     bits = config.value_bits
     tail = page["VALUE_TAIL"]
+    whole_words = layout.value_bytes % 4 == 0 and not tail
     if bits == 3:
-        words = dim % 32 == 0 and not any(n % 4 for n in (*value_strides, tail))
-        value_unit, value_element = 4 if words else 3, 4
+        halves = wide and whole_words and not any(n % 4 for n in value_strides)
+        value_unit, value_element = 6 if halves else 3, 4
     else:
-        # The widest unit whose count of codes leaves the matrix unit's 16 rows full.
-        wide = 32 // bits
-        whole_words = layout.value_bytes % 4 == 0 and dim % wide == 0
-        value_unit = 4 if wide <= 8 and dim // wide >= 16 and whole_words else 2
-        value_element = value_unit
+        value_unit = value_element = 4 if whole_words and (wide or dim * bits >= 512) else 2
     if any(n % value_element for n in (*value_strides, tail)):
         value_element = 1
-    value_codes = 11 if bits == 3 and value_unit == 4 else 8 * value_unit // bits
+    value_codes = 8 * value_unit // bits
     pair = page["META_PAIRS"] and not any(
         n % 4
         for n in (
@@ -381,9 +384,9 @@ def _reader_constexprs(
         elif config.key_packing == "dense":
             key_asm = ptx.decode_asm(traits.key_kind, config.key_bits, key_unit)
         value_asm = ptx.decode_asm(traits.value_kind, bits, value_unit, traits.value_cubic)
-    num_key, num_value = (
-        dim * 3 // 32 if codes == 11 else -(-dim // codes) for codes in (key_codes, value_codes)
-    )
+    num_key, num_value = (-(-dim // codes) for codes in (key_codes, value_codes))
+    # The matrix unit has 16 rows: eight units are two codes of each in one matrix.
+    paired = wide and value_unit >= 4 and num_value <= 8
     key_pair = layout.page_size % 2 == 0 and not any(
         n % 4 for n in (page["PAGE_STRIDE"], page["META_BASE"], page["META_HEAD_STRIDE"], align)
     )
@@ -405,6 +408,7 @@ def _reader_constexprs(
         "VALUE_UNIT": value_unit,
         "VALUE_ELEMENT": value_element,
         "VALUE_CODES": value_codes,
+        "VALUE_PAIRED": paired,
         "VALUE_FACTOR": traits.value_factor,
         "VALUE_CUBIC": traits.value_cubic,
         "VALUE_ASM": value_asm[0],
@@ -413,7 +417,7 @@ def _reader_constexprs(
         "NUM_KEY": num_key,
         "NUM_VALUE": num_value,
         "BLOCK_KEY": max(4 if grid else 16, _pow2(num_key)),
-        "BLOCK_VALUE": max(16, _pow2(num_value)),
+        "BLOCK_VALUE": max(8 if paired else 16, _pow2(num_value)),
     }
 
 
@@ -451,12 +455,8 @@ def _shared(reader: Mapping[str, Any], block_t: int, stages: int) -> int:
 
 def _token_bytes(reader: Mapping[str, Any]) -> int:
     """Bytes of shared memory that a token of a tile takes, codes and scales."""
-    key, value = (
-        reader[f"BLOCK_{side}"]
-        * reader[f"{side}_UNIT"]
-        * (2 if reader[f"{side}_CODES"] == 11 else 1)
-        for side in ("KEY", "VALUE")
-    )
+    key = reader["BLOCK_KEY"] * reader["KEY_UNIT"]
+    value = reader["BLOCK_VALUE"] * (8 if reader["VALUE_UNIT"] == 6 else reader["VALUE_UNIT"])
     return int(key + value + 6)
 
 
@@ -521,7 +521,7 @@ def plan_attention(
     over = _overrides(overrides)
     page = _page_constexprs(layout, page_stride)
     asm = device.kind == "cuda" and bool(over.get("asm", True))
-    reader = _reader_constexprs(layout, page, traits, cache_align, asm)
+    reader = _reader_constexprs(layout, page, traits, cache_align, wide=True, asm=asm)
     dim, heads, group = layout.head_dim, layout.num_kv_heads, call.group
     limit = device.shared_memory
     wide = max(16, _pow2(dim))
@@ -786,12 +786,13 @@ def plan_dequantize(
     page = _page_constexprs(layout, page_stride)
     if traits.key_kind == "grid":
         traits = replace(traits, key_kind="table")
-    reader = _reader_constexprs(layout, page, traits, cache_align, asm=False)
+    reader = _reader_constexprs(layout, page, traits, cache_align, wide=False, asm=False)
     for name in (
         "META_PAIR_LOAD",
         "KEY_PAIR_LOAD",
         "KEY_BYTES",
         "KEY_BIAS",
+        "VALUE_PAIRED",
         "KEY_ASM",
         "KEY_CONSTRAINTS",
         "VALUE_ASM",

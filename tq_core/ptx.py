@@ -21,23 +21,34 @@ def _half(number: float) -> str:
 
 
 def _halves(unit_bytes: int, bits: int) -> tuple[list[str], dict[int, str], int]:
-    """Lines that bring 16-bit windows of both units together, by the window's first bit."""
+    """Lines that bring 16-bit windows of both units together, windows by first bit, registers."""
+    codes = unit_bytes * 8 // bits
     if unit_bytes == 2:
-        codes = 16 // bits
-        return [], {0: f"${codes}"}, codes
-    straddle = bits == 3 and unit_bytes == 4
-    codes = 11 if straddle else unit_bytes * 8 // bits
-    windows = {0: ("lo", "0x5410"), 16: ("hi", "0x7632")}
-    if bits == 3:
-        windows[8] = ("mid", "0x6521")
-    lines = [".reg .b32 " + ", ".join(name for name, _ in windows.values()) + ";"]
-    lines += [
-        f"prmt.b32 {name}, ${codes}, ${codes + 1}, {selector};"
-        for name, selector in windows.values()
-    ]
-    if straddle:
-        lines.append(f".reg .b32 tail; prmt.b32 tail, ${codes + 2}, ${codes + 3}, 0x5410;")
-    return lines, {first: name for first, (name, _) in windows.items()}, codes
+        return [], {0: f"${codes}"}, 1
+    lines = []
+    low, inputs = (f"${codes}", f"${codes + 1}"), 2
+    windows = {0: "0x5410", 16: "0x7632"}
+    if unit_bytes != 4:
+        windows[8] = "0x6521"
+    if unit_bytes == 6:
+        # Words that hold a unit's first and last bits, and the place of its first.
+        high, inputs = (f"${codes + 2}", f"${codes + 3}"), 6
+        phase = (f"${codes + 4}", f"${codes + 5}")
+        lines = [".reg .b32 a0, a1, b0, b1, w24, w32, w40;"]
+        for i in range(2):
+            lines.append(f"shf.r.wrap.b32 a{i}, {low[i]}, {high[i]}, {phase[i]};")
+            lines.append(f"shr.b32 b{i}, {high[i]}, {phase[i]};")
+        low = ("a0", "a1")
+    lines.append(".reg .b32 " + ", ".join(f"w{first}" for first in windows) + ";")
+    lines += [f"prmt.b32 w{w}, {low[0]}, {low[1]}, {pick};" for w, pick in windows.items()]
+    names = {first: f"w{first}" for first in windows}
+    if unit_bytes == 6:
+        lines.append("prmt.b32 w32, b0, b1, 0x5410; shr.b32 w40, w32, 8;")
+        # The last byte of either low word, and the byte after it.
+        lines.append("shr.b32 w24, w16, 8; shl.b32 b0, w32, 8;")
+        lines.append("lop3.b32 w24, b0, w24, 0xFF00FF00, 0xE4;")
+        names |= {24: "w24", 32: "w32", 40: "w40"}
+    return lines, names, inputs
 
 
 def _window(windows: dict[int, str], first: int, bits: int) -> tuple[str, int]:
@@ -54,14 +65,14 @@ def decode_asm(
     Args:
         kind: ``"int"``, ``"fp8"`` or ``"poly"``.
         bits: width of a code.
-        unit_bytes: 2, 3 or 4; 3-bit codes take 3, or 4 for words and eleventh codes as
-            ``codes.align_words`` gives them.
+        unit_bytes: 2 or 4; of 3-bit codes 3, or 6 for two words and the place of the first bit.
         coefficients: of the cubic, highest power first; for ``"poly"``.
     """
-    fits = unit_bytes in (2, 4) if 8 % bits == 0 else unit_bytes in (3, 4)
+    fits = unit_bytes in (2, 4) if 8 % bits == 0 else unit_bytes in (3, 6)
     if kind not in ("int", "fp8", "poly") or not fits:
         return "", ""
-    lines, windows, codes = _halves(unit_bytes, bits)
+    lines, windows, inputs = _halves(unit_bytes, bits)
+    codes = unit_bytes * 8 // bits
     body: list[str] = []
     shifted: dict[str, str] = {}
 
@@ -79,10 +90,7 @@ def decode_asm(
         return shifted[key]
 
     # Step by step over all codes: neighbouring instructions do not wait for each other.
-    whole = min(codes, unit_bytes * 8 // bits)
-    places = [_window(windows, bits * p, bits) for p in range(whole)]
-    if codes > whole:
-        places.append(("tail", 6 if kind == "int" else 7))
+    places = [_window(windows, bits * p, bits) for p in range(codes)]
     if kind == "int":
         # A code keeps its place inside its byte: the reader divides by a power of two later.
         for p, (source, place) in enumerate(places):
@@ -105,7 +113,6 @@ def decode_asm(
             for p in range(codes):
                 factor = "c0" if i == 1 else f"${p}"
                 body.append(f"fma.rn.f16x2 ${p}, t{p}, {factor}, c{i};")
-    inputs = 1 if unit_bytes == 2 else 4 if codes > whole else 2
     constraints = ",".join(["=&r"] * codes + ["r"] * inputs)
     return "{ " + " ".join(lines + body) + " }", constraints
 

@@ -21,14 +21,11 @@ import triton
 import triton.language as tl
 
 from tq_core.kernels.codes import (
-    align_words,
-    coordinate,
     decode_grid,
     decode_units,
     grid_coordinate,
     grid_operand,
     half_to_float,
-    has_code,
     load_grid,
     load_grid_table,
     load_keys,
@@ -68,9 +65,20 @@ def _even_columns(x, NUM: tl.constexpr):
 
 
 @triton.jit
+def _pairs(v):
+    """Half as many tiles of twice the rows, codes p and p + len(v) / 2 in one."""
+    HALF: tl.constexpr = len(v) // 2
+    out = ()
+    for p in tl.static_range(HALF):
+        x = tl.permute(tl.join(v[p], v[p + HALF]), (2, 0, 1))
+        out = out + (tl.reshape(x, [2 * v[p].shape[0], v[p].shape[1]]),)
+    return out
+
+
+@triton.jit
 def _tile(
     j, acc, m, l, z,
-    q, row_scale, row_bias, row_const, slope, position, key_table, key_phase, value_phase,
+    q, row_scale, row_bias, row_const, slope, position, key_table, value_phase,
     cache_ptr, pages_ptr, key_table_ptr, value_table_ptr,
     head, first_token, end_token,
     MASKED: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr,
@@ -86,7 +94,7 @@ def _tile(
     KEY_ELEMENT: tl.constexpr, KEY_CODES: tl.constexpr, KEY_PLANAR: tl.constexpr,
     KEY_BYTES: tl.constexpr, KEY_ASM: tl.constexpr, KEY_CONSTRAINTS: tl.constexpr,
     VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
-    VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr,
+    VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_PAIRED: tl.constexpr,
     VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
@@ -140,11 +148,6 @@ def _tile(
                 cache_ptr + byte_at + page * PAGE_STRIDE, slot * KEY_SLOT_STRIDE, offs_u,
                 offs_u < NUM_KEY, 1, 1, NUM_KEY != BLOCK_KEY,
             )  # fmt: skip
-        if KEY_CODES == 11:
-            extra = load_keys(
-                key_ptr, key_slot, offs_u + 1, has_code(offs_u, 10, KEY_CODES, NUM_KEY), KEY_UNIT,
-                KEY_ELEMENT, True,
-            )  # fmt: skip
 
     offs_v = tl.arange(0, BLOCK_VALUE)
     value_at = VALUE_BASE // VALUE_ELEMENT + head * (VALUE_HEAD_STRIDE // VALUE_ELEMENT)
@@ -159,17 +162,21 @@ def _tile(
     value_ptr = value_ptr + page * (PAGE_STRIDE // VALUE_ELEMENT)
     if PAGE_SIZE % BLOCK_T != 0:
         value_ptr = value_ptr[None, :]
+    # Of 48 bits, the word where they begin; two units share three words.
+    HALVES: tl.constexpr = VALUE_UNIT == 6
+    VALUE_WORD: tl.constexpr = 4 if HALVES else VALUE_UNIT
+    word_v = offs_v // 2 * 3 + offs_v % 2 if HALVES else offs_v
     value_unit = load_values(
-        value_ptr, value_slot[None, :], offs_v[:, None], (offs_v < NUM_VALUE)[:, None], VALUE_UNIT,
+        value_ptr, value_slot[None, :], word_v[:, None], (offs_v < NUM_VALUE)[:, None], VALUE_WORD,
         VALUE_ELEMENT, NUM_VALUE != BLOCK_VALUE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE,
         VALUE_TAIL, PAGE_SIZE,
     )  # fmt: skip  # [BLOCK_VALUE, BLOCK_T]
     value_extra = value_unit
-    if VALUE_CODES == 11:
+    if HALVES:
         value_extra = load_values(
-            value_ptr, value_slot[None, :], offs_v[:, None] + 1,
-            has_code(offs_v, 10, VALUE_CODES, NUM_VALUE)[:, None], VALUE_UNIT, VALUE_ELEMENT,
-            True, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, PAGE_SIZE,
+            value_ptr, value_slot[None, :], word_v[:, None] + 1, (offs_v < NUM_VALUE)[:, None],
+            VALUE_WORD, VALUE_ELEMENT, NUM_VALUE != BLOCK_VALUE, VALUE_SLOT_STRIDE,
+            VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, PAGE_SIZE,
         )  # fmt: skip
 
     meta_at = head * (META_HEAD_STRIDE // 2) + META_BASE // 2 + first
@@ -206,10 +213,8 @@ def _tile(
         high, low = tl.split(tl.reshape(parts, [BLOCK_T, BLOCK_N, 2]))
         s = (high * 128 + low).to(tl.float32)  # [BLOCK_T, BLOCK_N]
     else:
-        if KEY_CODES == 11:
-            unit, extra = align_words(unit, extra, key_phase[None, :], KEY_KIND)
         k = decode_units(
-            unit, extra, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, (),
+            unit, extra, 0, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, (),
             KEY_ASM, KEY_CONSTRAINTS,
         )  # fmt: skip
         s = tl.dot(k[0], q[0])
@@ -275,20 +280,18 @@ def _tile(
     l = l * decay[None, :] + _partial_sum(weight)
     if VALUE_KIND == "int":
         z = z * decay[None, :] + _partial_sum(weight * value_zero[:, None])
-    if VALUE_CODES == 11:
-        value_unit, value_extra = align_words(
-            value_unit, value_extra, value_phase[:, None], VALUE_KIND
-        )
     v = decode_units(
-        value_unit, value_extra, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES, False,
-        VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
+        value_unit, value_extra, value_phase, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES,
+        False, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
     )  # fmt: skip
+    if VALUE_PAIRED:
+        v = _pairs(v)
     columns = scaled
     if BLOCK_N < 8:
         columns = tl.broadcast_to(scaled[:, :, None], [BLOCK_T, BLOCK_N, 2])
         columns = tl.reshape(columns, [BLOCK_T, 2 * BLOCK_N])
     new = ()
-    for p in tl.static_range(VALUE_CODES):
+    for p in tl.static_range(len(v)):
         # The matrix unit truncates what it adds to an accumulator, a bias that grows with the
         # number of tiles. So it starts each tile from zero, and the tiles are added up here.
         part = _even_columns(tl.dot(v[p], columns), BLOCK_N)
@@ -319,7 +322,8 @@ def attention(
     KEY_BYTES: tl.constexpr, KEY_BIAS: tl.constexpr,
     KEY_ASM: tl.constexpr, KEY_CONSTRAINTS: tl.constexpr,
     VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
-    VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_FACTOR: tl.constexpr,
+    VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_PAIRED: tl.constexpr,
+    VALUE_FACTOR: tl.constexpr,
     VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
@@ -420,8 +424,8 @@ def attention(
         offs_u = tl.arange(0, BLOCK_KEY)
         mask_c = mask_c & (offs_c % TIMES == 0)
         for p in tl.static_range(KEY_CODES):
-            at = flat_c[None, :] * HEAD_DIM + coordinate(offs_u, p, KEY_CODES)[:, None]
-            mask_q = mask_c[None, :] & has_code(offs_u, p, KEY_CODES, NUM_KEY)[:, None]
+            at = flat_c[None, :] * HEAD_DIM + (offs_u * KEY_CODES + p)[:, None]
+            mask_q = mask_c[None, :] & (offs_u < NUM_KEY)[:, None]
             q = q + (tl.load(query_ptr + at, mask=mask_q, other=0.0),)
     # From here on a score is in units of 1 / log2(e), or with a softcap in its own.
     UNIT: tl.constexpr = SCALE if SOFTCAP > 0 else SCALE * LOG2E
@@ -442,29 +446,30 @@ def attention(
     l = tl.zeros([8, BLOCK_N], tl.float32)
     z = tl.zeros([8, BLOCK_N], tl.float32)
     acc = ()
-    for _ in tl.static_range(VALUE_CODES):
-        acc = acc + (tl.zeros([BLOCK_VALUE, BLOCK_N], tl.float32),)
+    # Rows of a matrix of values, and codes of a unit that are rows of one.
+    TOGETHER: tl.constexpr = 2 if VALUE_PAIRED else 1
+    ROWS: tl.constexpr = BLOCK_VALUE * TOGETHER
+    for _ in tl.static_range(VALUE_CODES // TOGETHER):
+        acc = acc + (tl.zeros([ROWS, BLOCK_N], tl.float32),)
     # A block of one position needs no mask of its own: the range of tokens says it all.
     ROW_CAUSAL: tl.constexpr = CAUSAL and not DECODE
     ROW_WINDOW: tl.constexpr = 0 if DECODE else WINDOW
-    key_phase = 0
-    if KEY_CODES == 11:
-        key_phase = tl.load(phase_ptr + tl.arange(0, BLOCK_KEY))
     value_phase = 0
-    if VALUE_CODES == 11:
-        value_phase = tl.load(phase_ptr + tl.arange(0, BLOCK_VALUE))
+    if VALUE_UNIT == 6:
+        # From memory: only what follows from loads is computed where the matrix unit wants it.
+        value_phase = tl.load(phase_ptr + tl.arange(0, BLOCK_VALUE))[:, None]
     pages_ptr = block_table_ptr + seq.to(tl.int64) * table_stride
     for j in range(whole_start, whole_stop):
         acc, m, l, z = _tile(
             j, acc, m, l, z, q, row_scale, row_bias, row_const, slope, position, key_table,
-            key_phase, value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
+            value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
             False, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW,
             PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE,
             VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
             META_BASE, META_HEAD_STRIDE, META_VALUE, META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD,
             KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_ASM,
             KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
-            VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T,
+            VALUE_PAIRED, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T,
             BLOCK_KEY, BLOCK_VALUE,
         )  # fmt: skip
     # The other tiles, masked: those before the whole ones, then those after.
@@ -473,20 +478,21 @@ def attention(
         j = tl.where(i < before, start + i, whole_stop + i - before)
         acc, m, l, z = _tile(
             j, acc, m, l, z, q, row_scale, row_bias, row_const, slope, position, key_table,
-            key_phase, value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
+            value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
             True, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW,
             PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE,
             VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
             META_BASE, META_HEAD_STRIDE, META_VALUE, META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD,
             KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_ASM,
             KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
-            VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T,
+            VALUE_PAIRED, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T,
             BLOCK_KEY, BLOCK_VALUE,
         )  # fmt: skip
 
     l = tl.sum(l, 0)
     z = tl.sum(z, 0)
-    offs_v = tl.arange(0, BLOCK_VALUE)
+    offs_r = tl.arange(0, ROWS)
+    mask_d = offs_r % BLOCK_VALUE < NUM_VALUE
     mask_row = mask_n
     if PARTIAL:
         part = flat * NUM_SPLITS + split
@@ -509,9 +515,9 @@ def attention(
         lse = tl.where(l != 0, (m + tl.log2(total)) * LN2, nothing)
         tl.store(lse_ptr + flat, lse, mask=mask_n)
         norm = 1 / tl.where(total != 0, total, 1.0)
-    for p in tl.static_range(VALUE_CODES):
-        offs_d = coordinate(offs_v, p, VALUE_CODES)
-        mask_d = has_code(offs_v, p, VALUE_CODES, NUM_VALUE)
+    for p in tl.static_range(VALUE_CODES // TOGETHER):
+        offs_d = offs_r % BLOCK_VALUE * VALUE_CODES + p
+        offs_d = offs_d + offs_r // BLOCK_VALUE * (VALUE_CODES // TOGETHER)
         mask_out = mask_row[None, :] & mask_d[:, None]
         if VALUE_KIND == "int":
             o = acc[p] * (VALUE_FACTOR / 2 ** (VALUE_BITS * p % 8))

@@ -4,10 +4,8 @@ A *unit* is a run of 1 to 4 bytes that holds ``CODES`` whole codes; code p of un
 ``u * CODES + p``. Decoding a tile of units gives ``CODES`` tiles, one for each p, so that a dot
 over head_dim becomes ``CODES`` smaller dots and codes never move between lanes.
 
-3-bit codes that fill whole words are read by words instead: three words hold 32 codes, and word j
-begins ``j % 3`` bits before its first whole code. It yields ten whole codes and, but for every
-third word, an eleventh whose last bits are the next word's; code p is coordinate
-``32 * (j // 3) + 11 * (j % 3) + p``.
+3-bit values that fill whole words are read by 48 bits, 16 codes: the word where a unit begins and
+the next, which share the place of the first bit, 0 or 16.
 
 What a decoded number means, by ``KIND``:
 
@@ -49,36 +47,12 @@ def load_masked(ptr, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def coordinate(offs_u, p: tl.constexpr, CODES: tl.constexpr):
-    """Coordinate of code p of unit ``offs_u``."""
-    if CODES == 11:
-        return offs_u // 3 * 32 + offs_u % 3 * 11 + p
-    else:
-        return offs_u * CODES + p
-
-
-@triton.jit
-def has_code(offs_u, p: tl.constexpr, CODES: tl.constexpr, NUM_UNITS: tl.constexpr):
-    """Whether unit ``offs_u`` has a code p."""
-    if CODES == 11 and p == 10:
-        return (offs_u < NUM_UNITS) & (offs_u % 3 < 2)
-    else:
-        return offs_u < NUM_UNITS
-
-
-@triton.jit
-def align_words(word, following, phase, KIND: tl.constexpr):
-    """Words of 3-bit codes shifted to their first whole code, and the eleventh codes.
-
-    An eleventh code lies where decoding wants it, from bit 6 (``"int"``) or 7 on. ``phase`` is the
-    unit modulo 3, and comes from memory: only loads and what follows from them can be computed
-    where the matrix unit wants its operands.
-    """
-    AT: tl.constexpr = 6 if KIND == "int" else 7
+def _aligned(word, following, phase):
+    """The 48 bits from bit ``phase`` on of two words: the low 32 and the high 16."""
     phase = phase.to(tl.uint32, bitcast=True)
-    word = word.to(tl.uint32, bitcast=True) >> phase
-    tail = (word >> (30 - AT)) | (following.to(tl.uint32, bitcast=True) << (AT + 2 - phase))
-    return word.to(tl.int32, bitcast=True), tail.to(tl.int32, bitcast=True)
+    high = following.to(tl.uint32, bitcast=True)
+    low = (word.to(tl.uint32, bitcast=True) >> phase) | ((high << 1) << (31 - phase))
+    return low.to(tl.int32, bitcast=True), (high >> phase).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -400,26 +374,19 @@ def decode_number(
 
 @triton.jit
 def decode_units(
-    unit,
-    extra,
-    table_ptr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    PLANAR: tl.constexpr,
-    CUBIC: tl.constexpr,
-    ASM: tl.constexpr,
-    ASM_CONSTRAINTS: tl.constexpr,
-):
+    unit, extra, phase, table_ptr,
+    KIND: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr, PLANAR: tl.constexpr,
+    CUBIC: tl.constexpr, ASM: tl.constexpr, ASM_CONSTRAINTS: tl.constexpr,
+):  # fmt: skip
     """Tuple of ``CODES`` fp16 tiles of the shape of ``unit``.
 
     ``PLANAR``: ``unit`` holds the low two bits of eight 3-bit codes, ``extra`` their high bits.
-    With 11 codes the two are the results of ``align_words``.
+    16 codes of three bits lie in words ``unit`` and ``extra`` from bit ``phase`` of the former on.
     """
     if ASM != "":
-        if CODES == 11:
+        if BITS == 3 and CODES == 16:
             return tl.inline_asm_elementwise(
-                ASM, ASM_CONSTRAINTS, [unit, extra], (tl.float16,) * 11, is_pure=True, pack=2
+                ASM, ASM_CONSTRAINTS, [unit, extra, phase], (tl.float16,) * 16, is_pure=True, pack=2
             )
         elif CODES == 2:
             return tl.inline_asm_elementwise(
@@ -429,18 +396,27 @@ def decode_units(
             return tl.inline_asm_elementwise(
                 ASM, ASM_CONSTRAINTS, [unit], (tl.float16,) * 4, is_pure=True, pack=2
             )
-        else:
+        elif CODES == 8:
             return tl.inline_asm_elementwise(
                 ASM, ASM_CONSTRAINTS, [unit], (tl.float16,) * 8, is_pure=True, pack=2
             )
+        else:
+            return tl.inline_asm_elementwise(
+                ASM, ASM_CONSTRAINTS, [unit], (tl.float16,) * 16, is_pure=True, pack=2
+            )
     else:
         word = unit.to(tl.int32)
+        high = extra.to(tl.int32)
+        if BITS == 3 and CODES == 16:
+            word, high = _aligned(unit, extra, phase)
         out = ()
         for p in tl.static_range(CODES):
             if PLANAR:
-                code = ((word >> (2 * p)) & 3) | (((extra.to(tl.int32) >> p) & 1) << 2)
-            elif p == 10:
-                code = (extra >> (6 if KIND == "int" else 7)) & 7
+                code = ((word >> (2 * p)) & 3) | (((high >> p) & 1) << 2)
+            elif BITS * p >= 32:
+                code = (high >> (BITS * p - 32)) & ((1 << BITS) - 1)
+            elif BITS * p + BITS > 32:
+                code = ((word >> (BITS * p)) & 3) | ((high & 1) << 2)
             else:
                 code = (word >> (BITS * p)) & ((1 << BITS) - 1)
             out = out + (decode_number(code, table_ptr, KIND, BITS, BITS * p % 8, CUBIC),)

@@ -4,11 +4,8 @@ import triton
 import triton.language as tl
 
 from tq_core.kernels.codes import (
-    align_words,
-    coordinate,
     decode_units,
     half_to_float,
-    has_code,
     load_keys,
     load_values,
     typed_ptr,
@@ -32,7 +29,7 @@ def _write(
             wide = wide * (FACTOR / 2 ** (BITS * p % 8)) * scale[:, None] + zero[:, None]
         else:
             wide = wide * FACTOR * scale[:, None]
-        mask_x = live[:, None] & has_code(offs_u, p, CODES, NUM_UNITS)[None, :]
+        mask_x = live[:, None] & (offs_u < NUM_UNITS)[None, :]
         x = x + (tl.where(mask_x, wide, 0.0),)
     if HAS_MATRIX:
         for o in range(0, HEAD_DIM, BLOCK_O):
@@ -40,10 +37,10 @@ def _write(
             mask_o = offs_o < HEAD_DIM
             y = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
             for p in tl.static_range(CODES):
-                offs_d = coordinate(offs_u, p, CODES)
+                offs_d = offs_u * CODES + p
                 matrix = tl.load(
                     matrix_ptr + offs_d[:, None] * HEAD_DIM + offs_o[None, :],
-                    mask=has_code(offs_u, p, CODES, NUM_UNITS)[:, None] & mask_o[None, :],
+                    mask=(offs_u < NUM_UNITS)[:, None] & mask_o[None, :],
                     other=0.0,
                 )
                 y = tl.dot(x[p], matrix, y, input_precision=PRECISION)
@@ -51,8 +48,8 @@ def _write(
     else:
         for p in tl.static_range(CODES):
             _add_and_store(
-                x[p], coordinate(offs_u, p, CODES), has_code(offs_u, p, CODES, NUM_UNITS),
-                shift_ptr, out_ptr, row_at, mask_t, live, HAS_SHIFT,
+                x[p], offs_u * CODES + p, offs_u < NUM_UNITS, shift_ptr, out_ptr, row_at, mask_t, live,
+                HAS_SHIFT,
             )  # fmt: skip
 
 
@@ -121,12 +118,8 @@ def dequantize(
     if KEY_PLANAR:
         byte_at = head * KEY_HEAD_STRIDE + slot * KEY_SLOT_STRIDE + HEAD_DIM // 4
         extra = load_keys(cache_ptr + page * PAGE_STRIDE, byte_at, offs_u, mask_u, 1, 1, True)
-    if KEY_CODES == 11:
-        mask_next = has_code(offs_u, 10, KEY_CODES, NUM_KEY)
-        extra = load_keys(key_ptr, key_at, offs_u + 1, mask_next, KEY_UNIT, KEY_ELEMENT, True)
-        unit, extra = align_words(unit, extra, (offs_u % 3)[None, :], KEY_KIND)
     keys = decode_units(
-        unit, extra, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, (), "", ""
+        unit, extra, 0, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, (), "", ""
     )
     scale = tl.zeros([BLOCK_T], tl.float32) + tl.load(key_factor_ptr + head * FACTOR_STRIDE)
     if KEY_KIND != "fp8":
@@ -147,27 +140,10 @@ def dequantize(
         VALUE_UNIT, VALUE_ELEMENT, True, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE,
         VALUE_TAIL, PAGE_SIZE,
     )  # fmt: skip
-    extra = unit
-    if VALUE_CODES == 11:
-        extra = load_values(
-            value_ptr[:, None], slot[:, None], offs_v[None, :] + 1,
-            has_code(offs_v, 10, VALUE_CODES, NUM_VALUE)[None, :],
-            VALUE_UNIT, VALUE_ELEMENT, True, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE,
-            VALUE_TAIL, PAGE_SIZE,
-        )  # fmt: skip
-        unit, extra = align_words(unit, extra, (offs_v % 3)[None, :], VALUE_KIND)
     values = decode_units(
-        unit,
-        extra,
-        value_table_ptr,
-        VALUE_KIND,
-        VALUE_BITS,
-        VALUE_CODES,
-        False,
-        VALUE_CUBIC,
-        "",
-        "",
-    )
+        unit, unit, 0, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES, False, VALUE_CUBIC,
+        "", "",
+    )  # fmt: skip
     if META_PAIRS:
         scale_at = meta_at + META_VALUE // 2 + slot
         zero_at = scale_at + 1
