@@ -66,6 +66,7 @@ class Launch:
         outputs: what it writes; an output that is an input too is written in place.
         constexprs: numbers that are.
         num_warps, num_stages: as Triton has them.
+        max_registers: of a thread, Triton's ``maxnreg``; 0: the compiler's choice.
     """
 
     kernel: str
@@ -76,6 +77,7 @@ class Launch:
     constexprs: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -428,6 +430,7 @@ _LIMITS = {
     "num_warps": (1, 16),
     "num_stages": (1, 8),
     "num_splits": (1, MAX_KV_SPLITS),
+    "max_registers": (0, 255),
     "asm": (0, 1),
 }
 
@@ -531,6 +534,7 @@ def plan_attention(
     warps = over.get(
         "num_warps", 1 if size <= 2048 else 2 if size <= 4096 else 4 if size <= 8192 else 8
     )
+    max_registers = over.get("max_registers", 0) if device.kind == "cuda" else 0
     resident = max(1, 8 // warps)  # programs a multiprocessor has registers for
     block_t = over.get("block_t", 64 if wide <= 128 else 32 if wide <= 256 else 16)
     while "block_t" not in over and block_t > 16 and _shared(reader, block_t, 2) > limit:
@@ -661,6 +665,7 @@ def plan_attention(
         constexprs=_items(**constexprs),
         num_warps=warps,
         num_stages=stages,
+        max_registers=max_registers,
     )  # fmt: skip
     merge = output = None
     if partial:

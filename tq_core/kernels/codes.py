@@ -204,8 +204,10 @@ def decode_grid(
         for w in tl.static_range(CODES // 4):
             word = words[0] * 0
             for b in tl.static_range(4):
-                PLACE: tl.constexpr = w // 2 * 8 + 2 * b + w % 2 if STRIDED else 4 * w + b
-                code = _grid_code(words, PLACE, BITS, PLANAR)
+                if STRIDED:
+                    code = _grid_code(words, w // 2 * 8 + 2 * b + w % 2, BITS, PLANAR)
+                else:
+                    code = _grid_code(words, 4 * w + b, BITS, PLANAR)
                 entry = tl.load(table_ptr + 2**BITS + code)
                 word = word | ((entry & 0xFF) << (8 * b))
             out = out + (word,)
