@@ -66,7 +66,6 @@ class Launch:
         outputs: what it writes; an output that is an input too is written in place.
         constexprs: numbers that are.
         num_warps, num_stages: as Triton has them.
-        max_registers: of a thread, Triton's ``maxnreg``; 0: the compiler's choice.
     """
 
     kernel: str
@@ -77,7 +76,6 @@ class Launch:
     constexprs: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
-    max_registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,9 @@ def codec_traits(codec: Codec) -> Traits:
 
 def grid_of(centroids: np.ndarray | None, head_dim: int) -> codebook.Grid | None:
     """The grid whose levels these centroids of keys are, if any."""
-    bits = 0 if centroids is None else int(math.log2(len(centroids)))
+    if centroids is None:
+        return None
+    bits = int(math.log2(len(centroids)))
     if bits not in codebook.GRIDS:
         return None
     if not np.array_equal(centroids, codebook.default_centroids(bits, head_dim)):
@@ -175,7 +175,9 @@ def grid_of(centroids: np.ndarray | None, head_dim: int) -> codebook.Grid | None
 
 def cubic_of(centroids: np.ndarray | None, head_dim: int) -> tuple[float, ...]:
     """Coefficients of the cubic whose levels these centroids of values are, () if of none."""
-    bits = 0 if centroids is None else int(math.log2(len(centroids)))
+    if centroids is None:
+        return ()
+    bits = int(math.log2(len(centroids)))
     if bits not in codebook.CUBICS:
         return ()
     if not np.array_equal(centroids, codebook.default_value_centroids(bits, head_dim)):
@@ -211,7 +213,7 @@ def table_array(centroids: np.ndarray | None, factor: float) -> np.ndarray:
 
 
 def grid_array(centroids: np.ndarray | None, head_dim: int) -> np.ndarray:
-    """A grid codebook as ``kernels.codes`` reads it: words, each four times, then entries; int32."""
+    """A grid codebook as ``kernels.codes`` reads it: words, four times each, and entries; int32."""
     grid = grid_of(centroids, head_dim)
     if centroids is None or grid is None:
         return np.zeros(1, np.int32)
@@ -430,7 +432,6 @@ _LIMITS = {
     "num_warps": (1, 16),
     "num_stages": (1, 8),
     "num_splits": (1, MAX_KV_SPLITS),
-    "max_registers": (0, 255),
     "asm": (0, 1),
 }
 
@@ -534,7 +535,6 @@ def plan_attention(
     warps = over.get(
         "num_warps", 1 if size <= 2048 else 2 if size <= 4096 else 4 if size <= 8192 else 8
     )
-    max_registers = over.get("max_registers", 0) if device.kind == "cuda" else 0
     resident = max(1, 8 // warps)  # programs a multiprocessor has registers for
     block_t = over.get("block_t", 64 if wide <= 128 else 32 if wide <= 256 else 16)
     while "block_t" not in over and block_t > 16 and _shared(reader, block_t, 2) > limit:
@@ -658,14 +658,14 @@ def plan_attention(
         inputs=(
             "rotated", "row_terms", "cache", "block_table", "seq_lens",
             "seq_lens" if decode else "query_start_loc",
-            "key_grid" if integer else "key_table", "value_table", "phase", "value_shift", sinks, slopes,
+            "key_grid" if integer else "key_table", "value_table", "phase", "value_shift",
+            sinks, slopes,
         ),
         integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride),
         outputs=(result, state),
         constexprs=_items(**constexprs),
         num_warps=warps,
         num_stages=stages,
-        max_registers=max_registers,
     )  # fmt: skip
     merge = output = None
     if partial:

@@ -101,14 +101,12 @@ class _Step(NamedTuple):
 def _step(launch: dispatch.Launch) -> _Step:
     run: Callable[..., Any] = _nothing
     if launch.grid:
-        options = {"maxnreg": launch.max_registers} if launch.max_registers else {}
         run = partial(
             getattr(kernels.load(), launch.kernel)[(launch.grid,)],
             **dict(launch.constexprs),
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             enable_fp_fusion=True,
-            **options,
         )
     outputs = tuple((o.name, o.shape, getattr(torch, o.dtype)) for o in launch.outputs)
     return _Step(run, launch.inputs, launch.integers, outputs)

@@ -134,18 +134,43 @@ def test_a_cubic_is_evaluated_in_half_precision(bits):
 
 @pytest.mark.parametrize("bits, excess", [(2, 1e-4), (3, 1e-3), (4, 0.015)])
 def test_a_cubic_is_nearly_optimal(bits, excess):
+    levels = codebook.default_value_centroids(bits, 1).astype(np.float64)
+    assert (np.diff(levels) > 0).all()
+    best = codebook.expected_error(codebook.lloyd_max(bits))
+    assert best < codebook.expected_error(levels) < best * (1 + excess)
+
+
+@pytest.mark.parametrize("bits, excess", [(2, 1e-6), (3, 3e-5), (4, 3.4e-3)])
+def test_a_grid_is_nearly_optimal(bits, excess):
     levels = codebook.default_centroids(bits, 1).astype(np.float64)
     assert (np.diff(levels) > 0).all()
     best = codebook.expected_error(codebook.lloyd_max(bits))
     assert best < codebook.expected_error(levels) < best * (1 + excess)
 
 
+@pytest.mark.parametrize("bits", codebook.GRIDS)
+def test_a_grid_is_bytes_and_its_scale_is_the_best(bits):
+    grid = codebook.GRIDS[bits]
+    levels = codebook.grid_levels(bits)
+    entries = levels + grid.offset
+    assert (entries == entries.astype(np.int8)).all()
+    # Of four bits a byte permutation repeats the sign of what it looks up: there must be none.
+    assert bits < 4 or (entries >= 0).all()
+    errors = [codebook.expected_error(levels * grid.scale * s) for s in (0.9999, 1, 1.0001)]
+    assert errors[1] == min(errors)
+
+
 @pytest.mark.parametrize("head_dim", [8, 72, 128, 576])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
 def test_default_centroids(bits, head_dim):
-    centroids = codebook.default_centroids(bits, head_dim)
-    assert centroids.dtype == np.float32
-    want = codebook.lloyd_max(bits)
+    keys = values = codebook.lloyd_max(bits)
     if bits in codebook.CUBICS:
-        want = codebook.cubic_levels(bits) * codebook.CUBICS[bits].scale
-    np.testing.assert_allclose(centroids * math.sqrt(head_dim), want, rtol=1e-6, atol=0)
+        values = codebook.cubic_levels(bits) * codebook.CUBICS[bits].scale
+        keys = codebook.grid_levels(bits) * codebook.GRIDS[bits].scale
+    for make, want in (
+        (codebook.default_centroids, keys),
+        (codebook.default_value_centroids, values),
+    ):
+        centroids = make(bits, head_dim)
+        assert centroids.dtype == np.float32
+        np.testing.assert_allclose(centroids * math.sqrt(head_dim), want, rtol=1e-6, atol=0)

@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from tests.cases import CONFIGS, Extras, config_id, make_codec
 from tq_core import CacheLayout, Codec, QuantConfig, files, reference
-from tq_core.codebook import default_centroids
+from tq_core.codebook import default_centroids, default_value_centroids
 from tq_core.rotation import make_rotation
 
 FP8 = QuantConfig("fp8", "int4")
@@ -45,7 +45,7 @@ def test_defaults():
     codec = Codec(QuantConfig("mse3", "mse2"), 80)
     assert np.array_equal(codec.rotation, make_rotation(80, 0))
     assert np.array_equal(codec.centroids, default_centroids(3, 80))
-    assert np.array_equal(codec.value_centroids, default_centroids(2, 80))
+    assert np.array_equal(codec.value_centroids, default_value_centroids(2, 80))
     assert codec.key_scale.tolist() == [1]
     assert codec.key_offset is codec.value_offset is None
     assert codec.key_transform is codec.value_transform is None
@@ -160,7 +160,7 @@ def test_equal_content_is_equal_however_it_was_given():
         seed=9,
         rotation=make_rotation(64, 4).astype(np.float64),
         centroids=default_centroids(3, 64).tolist(),
-        value_centroids=default_centroids(3, 64),
+        value_centroids=default_value_centroids(3, 64),
     )
     assert one == same
     assert hash(one) == hash(same)

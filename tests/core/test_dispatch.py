@@ -66,7 +66,7 @@ def test_a_hint_of_the_length_is_for_the_splits_alone():
 
 
 @pytest.mark.parametrize(
-    "preset, stages", [("4bit", 5), ("2bit", 5), ("4bit_hq", 5), ("k8v8", 2), ("3bit", 2)]
+    "preset, stages", [("4bit", 5), ("2bit", 5), ("4bit_hq", 5), ("k8v8", 2), ("3bit", 5)]
 )
 def test_two_buffers_where_they_fit_beside_the_others(preset, stages):
     assert attention_plan(preset).attention.num_stages == stages
@@ -120,7 +120,7 @@ def test_what_no_tile_fits_is_refused():
     "overrides, message",
     [
         ({"block_m": 8}, r"plan: expected any of \['asm', 'block_n'.*got \['block_m'\]"),
-        ({"block_n": 4}, "block_n to be a power of two from 8 to 256, got 4"),
+        ({"block_n": 2}, "block_n to be a power of two from 4 to 256, got 2"),
         ({"block_t": 48}, "block_t to be a power of two from 16 to 256, got 48"),
         ({"num_warps": 3}, "num_warps to be a power of two from 1 to 16, got 3"),
         ({"num_stages": 0}, "num_stages to be a number from 1 to 8, got 0"),
@@ -152,10 +152,21 @@ def test_inline_ptx_is_for_cuda_alone(target):
     assert bool(text) == target.startswith("sm_")
 
 
-@pytest.mark.parametrize("key, head_dim, codes", [("mse3", 128, 11), ("mse3", 72, 8)])
-def test_three_bit_codes_come_in_words_where_they_fill_them(key, head_dim, codes):
+@pytest.mark.parametrize("head_dim, element, codes", [(128, 4, 16), (72, 1, 8)])
+def test_three_bit_codes_come_in_words_where_they_fill_them(head_dim, element, codes):
     reader = constants(plan_on(H200, "3bit", head_dim).attention)
-    assert reader["KEY_CODES"] == reader["VALUE_CODES"] == codes
+    assert (reader["KEY_ELEMENT"], reader["VALUE_CODES"]) == (element, codes)
+
+
+@pytest.mark.parametrize("preset, head_dim, units", [
+    ("4bit", 128, (16, 16)), ("4bit", 64, (8, 8)), ("3bit", 128, (4, 8)), ("2bit", 128, (8, 8)),
+    ("2bit", 64, (4, 8)), ("k8v8", 128, (64, 32)), ("3bit", 256, (8, 16)),
+])  # fmt: skip
+def test_units_fill_the_matrix_unit(preset, head_dim, units):
+    """Eight units of values are the rows of two codes each."""
+    reader = constants(plan_on(H200, preset, head_dim).attention)
+    assert (reader["BLOCK_KEY"], reader["BLOCK_VALUE"]) == units
+    assert reader["VALUE_PAIRED"] == (units[1] == 8)
 
 
 def test_foreign_centroids_take_the_table():
@@ -164,5 +175,5 @@ def test_foreign_centroids_take_the_table():
     foreign = dispatch.codec_traits(
         Codec(config, 64, centroids=range(16), value_centroids=range(16))
     )
-    assert (own.key_kind, own.value_kind) == ("poly", "poly")
+    assert (own.key_kind, own.value_kind) == ("grid", "poly")
     assert (foreign.key_kind, foreign.value_kind) == ("table", "table")

@@ -35,8 +35,19 @@ def test_the_table_of_presets(name):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_table_of_grids(bits):
+    pattern = rf"^\| {bits} \| ([0-9. ]+) \| (0\.0[0-9]+) \| ([0-9.]+) \| ([0-9.]+) \|$"
+    (row,) = re.findall(pattern, FORMAT, re.MULTILINE)
+    grid = codebook.GRIDS[bits]
+    assert [float(word) for word in row[0].split()] == list(grid.half)
+    assert float(row[1]) == grid.scale
+    levels = codebook.grid_levels(bits) * grid.scale
+    assert float(row[2]) == pytest.approx(codebook.expected_error(levels), rel=3e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_the_table_of_cubics(bits):
-    pattern = rf"^\| {bits} \| ([-0-9. ]+) \| ([0-9. ]+) \| ([0-9.]+) \| ([0-9.]+) \|$"
+    pattern = rf"^\| {bits} \| ([0-9. ]+-[-0-9. ]+) \| ([0-9. ]+) \| ([0-9.]+) \| ([0-9.]+) \|$"
     (row,) = re.findall(pattern, FORMAT, re.MULTILINE)
     cubic = codebook.CUBICS[bits]
     assert [float(word) for word in row[0].split()] == list(cubic.coefficients)

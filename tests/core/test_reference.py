@@ -66,7 +66,7 @@ def test_squared_error_of_gaussian_keys(bits, error, rng):
     config = QuantConfig(key=f"mse{bits}", value=f"mse{bits}")
     keys, values = round_trip(config, x, x)
     assert relative_error(keys, x) == pytest.approx(error, rel=0.03)
-    assert np.array_equal(values, keys)
+    assert relative_error(values, x) == pytest.approx(error, rel=0.04)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -218,14 +218,22 @@ def test_queries_of_any_size(scale, dtype):
 
 @pytest.mark.parametrize("kind, bits, unit", [
     ("int", 2, 2), ("int", 4, 2), ("int", 8, 2), ("int", 4, 4), ("int", 8, 4),
-    ("int", 3, 3), ("int", 3, 4), ("fp8", 8, 2), ("fp8", 8, 4), ("poly", 2, 2), ("poly", 4, 2),
-    ("poly", 4, 4), ("poly", 3, 3), ("poly", 3, 4),
+    ("int", 2, 4), ("int", 3, 3), ("int", 3, 6), ("fp8", 8, 2), ("fp8", 8, 4), ("poly", 2, 2),
+    ("poly", 2, 4), ("poly", 4, 2), ("poly", 4, 4), ("poly", 3, 3), ("poly", 3, 6),
 ])  # fmt: skip
 def test_ptx_is_the_twin_of_the_plain_helpers(kind, bits, unit):
     """All 16-bit units and a million wider ones, bit for bit."""
     from tests.gpu.decoding import decoded
 
     asm, plain = decoded(kind, bits, unit)
+    assert torch.equal(asm, plain)
+
+
+@pytest.mark.parametrize("bits, packing", [(2, "dense"), (3, "dense"), (3, "planar"), (4, "dense")])
+def test_ptx_of_grids_is_the_twin_of_the_plain_helper(bits, packing):
+    from tests.gpu.decoding import decoded_grid
+
+    asm, plain = decoded_grid(bits, packing)
     assert torch.equal(asm, plain)
 
 

@@ -61,8 +61,6 @@ def compile_launch(launch: Launch, target: str, dtype: str = "bfloat16"):
     options = {
         "num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True,
     }  # fmt: skip
-    if launch.max_registers:
-        options["maxnreg"] = launch.max_registers
     source = ASTSource(function, signature=signature, constexprs=constexprs, attrs=attrs)
     return triton.compile(source, target=TARGETS[target], options=options)
 

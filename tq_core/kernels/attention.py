@@ -462,15 +462,15 @@ def attention(
     for j in range(whole_start, whole_stop):
         acc, m, l, z = _tile(
             j, acc, m, l, z, q, row_scale, row_bias, row_const, slope, position, key_table,
-            value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
-            False, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW,
-            PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE,
+            value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token,
+            end_token, False, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL,
+            ROW_WINDOW, PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE,
             VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
             META_BASE, META_HEAD_STRIDE, META_VALUE, META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD,
             KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_ASM,
             KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
-            VALUE_PAIRED, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T,
-            BLOCK_KEY, BLOCK_VALUE,
+            VALUE_PAIRED, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE,
+            BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
         )  # fmt: skip
     # The other tiles, masked: those before the whole ones, then those after.
     before = whole_start - start
@@ -478,15 +478,15 @@ def attention(
         j = tl.where(i < before, start + i, whole_stop + i - before)
         acc, m, l, z = _tile(
             j, acc, m, l, z, q, row_scale, row_bias, row_const, slope, position, key_table,
-            value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token, end_token,
-            True, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL, ROW_WINDOW,
-            PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE,
+            value_phase, cache_ptr, pages_ptr, key_table_ptr, value_table_ptr, head, first_token,
+            end_token, True, HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, ROW_CAUSAL,
+            ROW_WINDOW, PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE, VALUE_BASE,
             VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
             META_BASE, META_HEAD_STRIDE, META_VALUE, META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD,
             KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_ASM,
             KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
-            VALUE_PAIRED, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE, BLOCK_T,
-            BLOCK_KEY, BLOCK_VALUE,
+            VALUE_PAIRED, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE,
+            BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
         )  # fmt: skip
 
     l = tl.sum(l, 0)

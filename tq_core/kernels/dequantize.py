@@ -48,8 +48,8 @@ def _write(
     else:
         for p in tl.static_range(CODES):
             _add_and_store(
-                x[p], offs_u * CODES + p, offs_u < NUM_UNITS, shift_ptr, out_ptr, row_at, mask_t, live,
-                HAS_SHIFT,
+                x[p], offs_u * CODES + p, offs_u < NUM_UNITS, shift_ptr, out_ptr, row_at, mask_t,
+                live, HAS_SHIFT,
             )  # fmt: skip
 
 
