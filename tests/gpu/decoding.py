@@ -55,7 +55,7 @@ def decode_words(
     BITS: tl.constexpr, CODES: tl.constexpr, PLANAR: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    offs = tl.arange(0, BLOCK)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+    offs = tl.arange(0, BLOCK)[:, None, None] * 4 + tl.arange(0, 4)[None, :, None]
     offs = tl.program_id(0) * BLOCK * 4 + offs
     words = (tl.load(word_ptr + offs),)
     if BITS == 3:

@@ -16,7 +16,17 @@ pytestmark = pytest.mark.skipif(kernels.interpreted(), reason="the kernels are i
 #: Lane-instructions an element of the main loop, registers, stack bytes and matrix instructions of
 #: fp16 and int8 a tile of the flagship plans (D = 128, group 4, 64-token pages and tiles) as
 #: compiled for sm_90: today's, and a little room for the instructions, since compilers differ.
-BUDGETS = {}
+BUDGETS = {
+    "k8v8": (2.15, 198, 0, (64, 0)),
+    "k8v4": (1.98, 167, 8, (64, 0)),
+    "4bit": (1.63, 174, 0, (32, 16)),
+    "k3v4": (1.73, 176, 0, (32, 16)),
+    "3bit": (1.79, 180, 0, (32, 16)),
+    "2bit": (1.36, 159, 0, (32, 16)),
+    "4bit_hq": (2.55, 168, 88, (32, 16)),
+    "3bit_hq": (2.73, 244, 0, (32, 16)),
+    "2bit_hq": (2.28, 162, 0, (32, 16)),
+}
 ROOM = 1.03
 
 WIDE = {

@@ -27,10 +27,10 @@ from tq_core.kernels.codes import (
     grid_operand,
     half_to_float,
     load_grid,
+    load_grid_run,
     load_grid_table,
     load_keys,
     load_masked,
-    load_triples,
     load_values,
     typed_ptr,
 )
@@ -126,10 +126,10 @@ def _tile(
     key_at = head * (KEY_HEAD_STRIDE // KEY_ELEMENT) + first * (KEY_SLOT_STRIDE // KEY_ELEMENT)
     key_ptr = typed_ptr(cache_ptr, KEY_ELEMENT) + key_at + page * (PAGE_STRIDE // KEY_ELEMENT)
     key_slot = slot * (KEY_SLOT_STRIDE // KEY_ELEMENT)
-    TRIPLES: tl.constexpr = KEY_BITS == 3 and not KEY_PLANAR and KEY_ELEMENT == 4
-    if KEY_KIND == "grid" and TRIPLES and PAGE_SIZE % BLOCK_T == 0:
-        words = load_triples(
-            key_ptr, BLOCK_T, KEY_SLOT_STRIDE // 4, BLOCK_KEY, KEY_BYTES,
+    RUN: tl.constexpr = PAGE_SIZE % BLOCK_T == 0 and KEY_ELEMENT == 4 and not KEY_PLANAR
+    if KEY_KIND == "grid" and RUN:
+        words = load_grid_run(
+            key_ptr, BLOCK_T, KEY_SLOT_STRIDE // 4, BLOCK_KEY, KEY_BITS, KEY_BYTES,
             BLOCK_KEY * KEY_UNIT != KEY_BYTES,
         )  # fmt: skip
     elif KEY_KIND == "grid":
@@ -204,7 +204,7 @@ def _tile(
     if KEY_KIND == "grid":
         wide = ()
         for w in tl.static_range(len(words)):
-            wide = wide + (tl.reshape(words[w], [BLOCK_T, BLOCK_KEY // 4, 4]),)
+            wide = wide + (tl.reshape(words[w], [BLOCK_T, 4, BLOCK_KEY // 4]),)
         k = decode_grid(
             wide, key_table, key_table_ptr, KEY_BITS, KEY_CODES, KEY_PLANAR, KEY_ASM,
             KEY_CONSTRAINTS,
@@ -416,7 +416,7 @@ def attention(
     if KEY_KIND == "grid":
         key_table = load_grid_table(key_table_ptr, KEY_BITS)
         offs_k = tl.arange(0, BLOCK_KEY * KEY_CODES)
-        offs_d = grid_coordinate(offs_k, KEY_CODES, KEY_BITS == 2 or KEY_PLANAR)
+        offs_d = grid_coordinate(offs_k, BLOCK_KEY, KEY_CODES, KEY_BITS == 2 or KEY_PLANAR)
         at = (flat_c * 2 + offs_c % 2)[None, :] * HEAD_DIM + offs_d[:, None]
         mask_q = mask_c[None, :] & (offs_d < HEAD_DIM)[:, None]
         q = (tl.load(query_ptr + at, mask=mask_q, other=0),)

@@ -25,6 +25,10 @@ The inline PTX given as ``ASM`` computes the same bits as the plain path, two nu
 import triton
 import triton.language as tl
 
+#: Neighbouring bytes that Triton gives a lane of an int8 operand which was joined from others: a
+#: matter of speed, not of results.
+LANE_BYTES = tl.constexpr(8 if triton.__version__.startswith(("3.6.", "3.7.")) else 4)
+
 
 @triton.jit
 def typed_ptr(byte_ptr, BYTES: tl.constexpr):
@@ -67,14 +71,22 @@ def _join_words(low, high, offs_u):
 
 
 @triton.jit
-def grid_coordinate(offs_k, CODES: tl.constexpr, STRIDED: tl.constexpr):
+def grid_coordinate(
+    offs_k, NUM_UNITS: tl.constexpr, CODES: tl.constexpr, STRIDED: tl.constexpr
+):  # fmt: skip
     """Coordinate of column ``offs_k`` of the operand that ``grid_operand`` makes of units."""
-    word = offs_k // 32 % (CODES // 8) * 2 + offs_k // 4 % 2
+    if LANE_BYTES == 8:
+        half = offs_k // 4 % 2
+        lane = offs_k // 8 % 4
+    else:
+        half = offs_k // 16 % 2
+        lane = offs_k // 4 % 4
+    word = offs_k // 32 % (CODES // 8) * 2 + half
     if STRIDED:
         place = word // 2 * 8 + offs_k % 4 * 2 + word % 2
     else:
         place = word * 4 + offs_k % 4
-    return (offs_k // (4 * CODES) * 4 + offs_k // 8 % 4) * CODES + place
+    return (lane * (NUM_UNITS // 4) + offs_k // (4 * CODES)) * CODES + place
 
 
 @triton.jit
@@ -125,19 +137,21 @@ def load_grid(
 
 
 @triton.jit
-def load_triples(
+def load_grid_run(
     page_ptr, NUM_SLOTS: tl.constexpr, SLOT_STRIDE: tl.constexpr, NUM_UNITS: tl.constexpr,
-    NUM_BYTES: tl.constexpr, MASKED: tl.constexpr,
+    BITS: tl.constexpr, NUM_BYTES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """``load_grid`` of dense 3-bit codes of neighbouring slots, ``SLOT_STRIDE`` words apart.
+    """``load_grid`` of dense codes in whole words of neighbouring slots, ``SLOT_STRIDE`` apart.
 
-    The tiles are loaded as vectors: of two axes, lanes would be laid along the slots.
+    The tiles are loaded as vectors. With two axes lanes would be laid along the slots of 3-bit
+    codes, and compilers differ in what they do with the others.
     """
+    WORDS: tl.constexpr = 3 if BITS == 3 else 1
     offs = tl.arange(0, NUM_SLOTS * NUM_UNITS)
-    index = offs % NUM_UNITS * 3
+    index = offs % NUM_UNITS * WORDS
     ptr = page_ptr + (offs // NUM_UNITS * SLOT_STRIDE + index)
     words = ()
-    for i in tl.static_range(3):
+    for i in tl.static_range(WORDS):
         word = load_masked(ptr + i, (index + i) * 4 < NUM_BYTES, MASKED)
         words = words + (tl.reshape(word, [NUM_SLOTS, NUM_UNITS]),)
     return words
@@ -145,12 +159,12 @@ def load_triples(
 
 @triton.jit
 def load_grid_table(table_ptr, BITS: tl.constexpr):
-    """The table's words, int32 ``[1, 1, 4]`` each, a copy for every lane that shares a row.
+    """The table's words, int32 ``[1, 4, 1]`` each, a copy for every lane that shares a row.
 
     Loaded lane by lane they are registers; as constants or scalars they would be uniform ones,
     which each use copies first.
     """
-    offs = tl.arange(0, 4)[None, None, :]
+    offs = tl.arange(0, 4)[None, :, None]
     words = ()
     for i in tl.static_range(2**BITS // 4):
         words = words + (tl.load(table_ptr + 4 * i + offs),)
@@ -223,24 +237,28 @@ def _bytes(word):
 
 @triton.jit
 def grid_operand(words, CODES: tl.constexpr):
-    """Words ``[T, U / 4, 4]`` of ``decode_grid`` as a matrix operand, int8 ``[T, U * CODES]``.
+    """Words ``[T, 4, U / 4]`` of ``decode_grid`` as a matrix operand, int8 ``[T, U * CODES]``.
 
-    Columns follow the matrix unit, in which each of four lanes holds eight neighbours: so a lane
-    reads whole units and all that it decodes is already in its place.
+    Columns follow the matrix unit, in which each of four lanes holds ``LANE_BYTES`` neighbours: so
+    a lane has a run of units, reads it whole, and all that it decodes is already in its place.
     """
-    COLUMNS: tl.constexpr = words[0].shape[1] * 4 * CODES
+    COLUMNS: tl.constexpr = words[0].shape[2] * 4 * CODES
+    # Axes: token, lane, unit of the lane, half and byte of the half of a word, word.
+    LANES_OUTER: tl.constexpr = LANE_BYTES == 8
     if CODES == 8:
-        x = tl.permute(tl.join(_bytes(words[0]), _bytes(words[1])), (0, 1, 2, 5, 3, 4))
+        x = tl.join(_bytes(words[0]), _bytes(words[1]))
+        x = tl.permute(x, (0, 2, 1, 5, 3, 4) if LANES_OUTER else (0, 2, 5, 1, 3, 4))
     elif CODES == 16:
         low = tl.join(_bytes(words[0]), _bytes(words[1]))
-        high = tl.join(_bytes(words[2]), _bytes(words[3]))
-        x = tl.permute(tl.join(low, high), (0, 1, 6, 2, 5, 3, 4))
+        x = tl.join(low, tl.join(_bytes(words[2]), _bytes(words[3])))
+        x = tl.permute(x, (0, 2, 6, 1, 5, 3, 4) if LANES_OUTER else (0, 2, 6, 5, 1, 3, 4))
     else:
         a = tl.join(_bytes(words[0]), _bytes(words[1]))
         b = tl.join(_bytes(words[2]), _bytes(words[3]))
         c = tl.join(_bytes(words[4]), _bytes(words[5]))
         d = tl.join(_bytes(words[6]), _bytes(words[7]))
-        x = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 1, 7, 6, 2, 5, 3, 4))
+        x = tl.join(tl.join(a, b), tl.join(c, d))
+        x = tl.permute(x, (0, 2, 7, 6, 1, 5, 3, 4) if LANES_OUTER else (0, 2, 7, 6, 5, 1, 3, 4))
     return tl.reshape(x, [words[0].shape[0], COLUMNS])
 
 
