@@ -24,7 +24,7 @@ HELP = "decode attention on a GPU beside bf16 attention"
 TOLERANCE = 4e-3
 FLAGSHIP = gpu.Shape(64, 8192, 8, 4, 128)
 #: Least ratio to the fastest bf16 attention at the flagship shape, for ``--check``.
-LEAST_RATIO = {"4bit": 2.7, "3bit": 1.0, "k8v4": 1.0}
+LEAST_RATIO = {"4bit": 3.0, "3bit": 3.0, "k3v4": 3.0, "k8v4": 2.2, "2bit": 4.0}
 #: What a configuration raises that the library or the device cannot serve.
 REFUSALS = (ValueError, NotImplementedError, torch.OutOfMemoryError)
 

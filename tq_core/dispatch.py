@@ -213,12 +213,13 @@ def table_array(centroids: np.ndarray | None, factor: float) -> np.ndarray:
 
 
 def grid_array(centroids: np.ndarray | None, head_dim: int) -> np.ndarray:
-    """A grid codebook as ``kernels.codes`` reads it: words, four times each, and entries; int32."""
+    """A grid codebook as ``kernels.codes`` reads it: words and 2**16, four times each; entries."""
     grid = grid_of(centroids, head_dim)
     if centroids is None or grid is None:
         return np.zeros(1, np.int32)
     entries = codebook.grid_levels(int(math.log2(len(centroids)))) + grid.offset
     words = entries.astype(np.int8).view(np.int32)
+    words = np.append(words, np.int32(2**16))
     return np.concatenate([np.repeat(words, 4), entries.astype(np.int32)])
 
 

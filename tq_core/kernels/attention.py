@@ -43,9 +43,10 @@ NEVER = tl.constexpr(-1.0e30)
 @triton.jit
 def _exponent(half):
     """log2 of a power of two above |scale|; ``half`` has the fp16 bits in its low half."""
-    # An integer below 2**23 in the mantissa of 2**23 is a float without a conversion.
-    bits = ((half >> 10) & 0x1F) | 0x4B000000
-    return bits.to(tl.float32, bitcast=True) - (8388608.0 + 14.0)
+    # An integer below 2**23 in the mantissa of 2**23 is a float without a conversion: 1024 times
+    # the exponent, where it stands.
+    bits = (half & 0x7C00) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) * (1 / 1024) - (8192.0 + 14.0)
 
 
 @triton.jit

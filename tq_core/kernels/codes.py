@@ -159,14 +159,14 @@ def load_grid_run(
 
 @triton.jit
 def load_grid_table(table_ptr, BITS: tl.constexpr):
-    """The table's words, int32 ``[1, 4, 1]`` each, a copy for every lane that shares a row.
+    """The table's words and 2**16, int32 ``[1, 4, 1]`` each, a copy for each lane of a row.
 
     Loaded lane by lane they are registers; as constants or scalars they would be uniform ones,
     which each use copies first.
     """
     offs = tl.arange(0, 4)[None, :, None]
     words = ()
-    for i in tl.static_range(2**BITS // 4):
+    for i in tl.static_range(2**BITS // 4 + 1):
         words = words + (tl.load(table_ptr + 4 * i + offs),)
     return words
 
@@ -200,7 +200,7 @@ def decode_grid(
     if ASM != "":
         if CODES == 8:
             return tl.inline_asm_elementwise(
-                ASM, ASM_CONSTRAINTS, [words[0], table[0], table[1], table[2], table[3]],
+                ASM, ASM_CONSTRAINTS, [words[0], table[0], table[1], table[2], table[3], table[4]],
                 (tl.int32,) * 2, is_pure=True, pack=1,
             )  # fmt: skip
         elif CODES == 16:
@@ -222,7 +222,7 @@ def decode_grid(
                     code = _grid_code(words, w // 2 * 8 + 2 * b + w % 2, BITS, PLANAR)
                 else:
                     code = _grid_code(words, 4 * w + b, BITS, PLANAR)
-                entry = tl.load(table_ptr + 2**BITS + code)
+                entry = tl.load(table_ptr + 2**BITS + 4 + code)
                 word = word | ((entry & 0xFF) << (8 * b))
             out = out + (word,)
         return out
