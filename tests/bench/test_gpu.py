@@ -183,12 +183,12 @@ def test_no_ratio_without_a_bf16_peer():
 @pytest.mark.parametrize(
     "ratios, asked, problems",
     [
-        ({"4bit": 2.7, "3bit": 1.0, "k8v4": 1.0, "2bit": 0.1}, (), []),
-        ({"4bit": 2.69}, (), ["4bit has 2.69x .* at least 2.7x"]),
+        ({"4bit": 3.0, "3bit": 3.0, "k8v4": 2.2, "k8v8": 0.1}, (), []),
+        ({"4bit": 2.99}, (), ["4bit has 2.99x .* at least 3x"]),
         ({"3bit": 0.99, "k8v4": 0.5}, (), ["3bit has 0.99x", "k8v4 has 0.50x"]),
         ({"4bit": ""}, (), ["4bit has no bf16"]),
         ({}, (), []),
-        ({}, ("4bit", "2bit"), ["4bit was asked for and not timed"]),
+        ({}, ("4bit", "k8v8"), ["4bit was asked for and not timed"]),
     ],
 )
 def test_below(ratios, asked, problems):
@@ -199,7 +199,7 @@ def test_below(ratios, asked, problems):
 
 
 def test_below_takes_the_best_row_of_a_preset():
-    assert decode.below([row("4bit", 1.0, 2.5), row("4bit", 1.0, 2.8)], ()) == []
+    assert decode.below([row("4bit", 1.0, 2.5), row("4bit", 1.0, 3.1)], ()) == []
 
 
 def test_of_copy():
