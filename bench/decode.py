@@ -9,7 +9,8 @@ transform and merge, replayed from a CUDA graph on memory too large for the L2 c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ HELP = "decode attention on a GPU beside bf16 attention"
 #: Largest relative error: the rounding of a bf16 output is 1.7e-3 of it.
 TOLERANCE = 4e-3
 FLAGSHIP = gpu.Shape(64, 8192, 8, 4, 128)
+#: What a cache is asked to serve, from a chat to a batch of books; ``--grid``.
+GRID = [
+    gpu.Shape(B, L, 8, g, D)
+    for D in (128, 64)
+    for g in (1, 4, 8, 16)
+    for L in (1024, 8192, 32768, 131072)
+    for B in (1, 8, 64)
+]
+#: Bytes of a bf16 cache from which no shape of the grid may be slower than bf16 attention.
+LARGE = 64e6
+LEAST_MEAN = 2.7
 #: Least ratio to the fastest bf16 attention at the flagship shape, for ``--check``.
 LEAST_RATIO = {"4bit": 3.0, "3bit": 3.0, "k3v4": 3.0, "k8v4": 2.2, "2bit": 4.0}
 #: What a configuration raises that the library or the device cannot serve.
@@ -32,6 +44,10 @@ REFUSALS = (ValueError, NotImplementedError, torch.OutOfMemoryError)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     presets = "4bit,3bit,k3v4,k8v4,2bit,4bit_hq,3bit_hq,k8v8"
     add_grid_arguments(parser, presets, "64:8192:8:4:128")
+    parser.add_argument(
+        "--grid", dest="shapes", action="store_const", const=GRID, default=argparse.SUPPRESS,
+        help=f"{len(GRID)} shapes in place of --shapes",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="exit 1 below the least ratios")
     add_common_arguments(parser, "decode.csv")
 
@@ -128,6 +144,7 @@ def measure(items: Sequence[gpu.Item], arguments: argparse.Namespace, check: boo
     print("times of whole public calls; those of tq_torch include query transform and merge")
     environment = gpu.environment(arguments.commit)
     failed: list[str] = []
+    everything: list[dict[str, Any]] = []
     for shape, query_len in dict.fromkeys((i.shape, i.query_len) for i in items):
         here = [i for i in items if (i.shape, i.query_len) == (shape, query_len)]
         skipped = {f"tq_torch {i.label}": refused[i] for i in here if i in refused}
@@ -145,9 +162,15 @@ def measure(items: Sequence[gpu.Item], arguments: argparse.Namespace, check: boo
         for name, reason in skipped.items():
             print(f"{name}: not timed, {reason}")
         gpu.append_csv(arguments.csv, rows)
+        everything += rows
         if check and shape == FLAGSHIP:
             failed += below(rows, [i.preset for i in here])
         torch.cuda.empty_cache()
+    lines = list(summary(everything))
+    for line, _ in lines:
+        print(line)
+    if check and {i.shape for i in items} >= set(GRID):
+        failed += [f"--check: {problem}" for _, problem in lines if problem]
     if check and FLAGSHIP not in [i.shape for i in items]:
         print(f"--check: this run has no {FLAGSHIP}, so nothing was checked")
     for line in failed:
@@ -185,6 +208,30 @@ def prepare(
         except Exception as problem:
             skipped[name] = gpu.reason_of(problem)
     return runs
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Geometric means over shapes by preset, page size and order, and what is too little."""
+    ours: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["preset"] and row["ratio_to_best_bf16"] != "":
+            key = row["preset"], row["page_size"], row["order"]
+            ours.setdefault(key, []).append(row)
+    for (preset, page_size, order), timed in ours.items():
+        if len(timed) < 2:
+            continue
+        mean = statistics.geometric_mean(r["ratio_to_best_bf16"] for r in timed)
+        line = f"{preset} {order} P{page_size}: {mean:.2f}x bf16 in the mean of {len(timed)} shapes"
+        problem = "" if preset != "4bit" or mean >= LEAST_MEAN else f"{line}, expected {LEAST_MEAN}"
+        large = [r for r in timed if gpu.shape_of(r).bf16_bytes >= LARGE]
+        if large:
+            worst = min(large, key=lambda r: r["ratio_to_best_bf16"])
+            where = ":".join(map(str, gpu.shape_of(worst)))
+            least = f"{worst['ratio_to_best_bf16']:.2f}x from {LARGE / 1e6:.0f} MB on, at {where}"
+            line += f"; at least {least}"
+            if worst["ratio_to_best_bf16"] < 1:
+                problem = problem or f"{preset} {order} P{page_size}: {least}, expected 1.0"
+        yield line, problem
 
 
 def below(rows: Sequence[dict[str, Any]], asked: Sequence[str]) -> list[str]:

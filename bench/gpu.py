@@ -61,6 +61,11 @@ class Shape(NamedTuple):
         return 4 * self.B * self.L * self.Hk * self.D
 
 
+def shape_of(row: Mapping[str, Any]) -> Shape:
+    """The shape that a row was measured at."""
+    return Shape(*(int(row[name]) for name in Shape._fields))
+
+
 class Item(NamedTuple):
     """One configuration of the packed cache to time; ``num_splits`` None: the plan's own."""
 

@@ -80,7 +80,7 @@ def read(path: Path, commit: str | None = None) -> list[Point]:
     rows = [r for r in rows if all(r[n] == rows[-1][n] for n in names)]
     points = [
         Point(
-            gpu.Shape(*(int(r[n]) for n in gpu.Shape._fields)),
+            gpu.shape_of(r),
             r["preset"],
             int(r["page_size"]),
             r["order"],

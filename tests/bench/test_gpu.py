@@ -34,10 +34,10 @@ def arguments(module, *words):
     return parser.parse_args(words)
 
 
-def row(preset, us, ratio="", provider="tq_torch", dtype="bfloat16", cache_bytes=10**6):
+def row(preset, us, ratio="", provider="tq_torch", dtype="bfloat16", cache_bytes=10**6, **fields):
     return {
         "provider": provider, "preset": preset, "dtype": dtype, "order": "", "page_size": "",
-        "us_median": us, "cache_bytes": cache_bytes, "ratio_to_best_bf16": ratio,
+        "us_median": us, "cache_bytes": cache_bytes, "ratio_to_best_bf16": ratio, **fields,
     }  # fmt: skip
 
 
@@ -442,6 +442,50 @@ def test_check_decides_the_status(on_cpu, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(decode, "LEAST_RATIO", {"4bit": least})
         assert run(decode, tmp_path / "rows.csv", *words) == status
     assert "--check: 4bit has" in capsys.readouterr().out
+
+
+def test_the_grid_stands_for_shapes():
+    assert arguments(decode, "--grid").shapes == decode.GRID
+    assert len(set(decode.GRID)) == 96
+    assert decode.FLAGSHIP in decode.GRID
+
+
+def shaped(ratio, B, L=8192, preset="4bit"):
+    shape = {"B": B, "L": L, "Hk": 8, "g": 4, "D": 128}
+    return row(preset, 1.0, ratio, page_size=64, order="planes", **shape)
+
+
+@pytest.mark.parametrize(
+    "rows, line, problem",
+    [
+        ([shaped(2.0, 1, 64), shaped(8.0, 8)], "4.00x .* of 2 shapes; at least 8.00x", ""),
+        ([shaped(0.5, 1, 64), shaped(20.0, 1, 64)], "3.16x bf16 in the mean of 2 shapes$", ""),
+        ([shaped(0.9, 8), shaped(90.0, 64)], "at least 0.90x .*, at 8:8192", "expected 1"),
+        ([shaped(2.0, 8), shaped(2.0, 64)], "2.00x", "expected 2.7"),
+        ([shaped(2.0, b, preset="3bit") for b in (8, 64)], "^3bit planes P64: 2.00x", ""),
+    ],
+)  # fmt: skip
+def test_summary(rows, line, problem):
+    ((have, what),) = decode.summary(rows)
+    assert re.search(line, have), have
+    assert problem in what
+    assert bool(problem) == bool(what)
+
+
+def test_no_summary_of_one_shape_or_without_bf16():
+    assert list(decode.summary([shaped(2.0, 8)])) == []
+    assert list(decode.summary([shaped("", 8), shaped("", 64)])) == []
+
+
+def test_a_grid_that_is_too_slow_fails_the_check(on_cpu, tmp_path, capsys, monkeypatch):
+    other = SHAPE._replace(B=1)
+    monkeypatch.setattr(decode, "GRID", [SHAPE, other])
+    monkeypatch.setattr(decode, "LEAST_MEAN", 1e9)
+    texts = ",".join(":".join(map(str, s)) for s in (SHAPE, other))
+    words = ("--presets", "4bit", "--check")
+    assert run(decode, tmp_path / "rows.csv", *words, "--shapes", texts) == 1
+    assert "in the mean of 2 shapes" in capsys.readouterr().out
+    assert run(decode, tmp_path / "rows.csv", *words, "--shapes", SHAPE_TEXT) == 0
 
 
 def test_check_without_the_flagship_says_so(on_cpu, tmp_path, capsys):

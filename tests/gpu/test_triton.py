@@ -237,8 +237,8 @@ def test_ptx_of_grids_is_the_twin_of_the_plain_helper(bits, packing):
     assert torch.equal(asm, plain)
 
 
-#: Not those with 3-bit codes: ptxas miscompiles the plain reading of their words, see
-#: docs/kernels.md; the test before this one compares their decoding.
+#: Not those with 3-bit codes: ptxas miscompiled a plain reading of their words, see
+#: docs/kernels.md; the tests before this one compare their decoding.
 @pytest.mark.parametrize("preset", [p for p in PRESETS if "3" not in p])
 @pytest.mark.parametrize("head_dim", [72, 128])
 def test_attention_without_ptx(preset, head_dim):
