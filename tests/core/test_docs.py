@@ -34,29 +34,35 @@ def test_the_table_of_presets(name):
     assert ratio == f"{layout.compression_ratio:.2f}"
 
 
+def codebook_row(column: str, bits: int) -> list[list[float]]:
+    """The numbers of each cell, of the table in which ``column`` is named."""
+    (table,) = (t for t in FORMAT.split("\n\n") if t.startswith(f"| bits | {column} |"))
+    (row,) = re.findall(rf"^\| {bits} \| (.*) \|$", table, re.MULTILINE)
+    return [[float(word) for word in cell.split()] for cell in row.split("|")]
+
+
+def check_errors(levels, printed, best, bits):
+    assert printed == [pytest.approx(codebook.expected_error(levels), rel=3e-4)]
+    lloyd_max = codebook.expected_error(codebook.lloyd_max(bits))
+    assert best == [pytest.approx(lloyd_max, rel=3e-4)]
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_the_table_of_grids(bits):
-    pattern = rf"^\| {bits} \| ([0-9. ]+) \| (0\.0[0-9]+) \| ([0-9.]+) \| ([0-9.]+) \|$"
-    (row,) = re.findall(pattern, FORMAT, re.MULTILINE)
+    half, scale, *errors = codebook_row("positive levels", bits)
     grid = codebook.GRIDS[bits]
-    assert [float(word) for word in row[0].split()] == list(grid.half)
-    assert float(row[1]) == grid.scale
-    levels = codebook.grid_levels(bits) * grid.scale
-    assert float(row[2]) == pytest.approx(codebook.expected_error(levels), rel=3e-4)
+    assert half == list(grid.half)
+    assert scale == [grid.scale]
+    check_errors(codebook.grid_levels(bits) * grid.scale, *errors, bits)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_the_table_of_cubics(bits):
-    pattern = rf"^\| {bits} \| ([0-9. ]+-[-0-9. ]+) \| ([0-9. ]+) \| ([0-9.]+) \| ([0-9.]+) \|$"
-    (row,) = re.findall(pattern, FORMAT, re.MULTILINE)
+    coefficients, divisor, *errors = codebook_row("`a3 a2 a1 a0`", bits)
     cubic = codebook.CUBICS[bits]
-    assert [float(word) for word in row[0].split()] == list(cubic.coefficients)
-    assert float(row[1]) == pytest.approx(1 / cubic.scale, rel=1e-15)
-    levels = codebook.cubic_levels(bits) * cubic.scale
-    assert float(row[2]) == pytest.approx(codebook.expected_error(levels), rel=3e-4)
-    assert float(row[3]) == pytest.approx(
-        codebook.expected_error(codebook.lloyd_max(bits)), rel=3e-4
-    )
+    assert coefficients == list(cubic.coefficients)
+    assert divisor == [pytest.approx(1 / cubic.scale, rel=1e-15)]
+    check_errors(codebook.cubic_levels(bits) * cubic.scale, *errors, bits)
 
 
 def test_the_layout_tags_are_listed():
