@@ -2,14 +2,14 @@
 
 Each task is a function jitted once and a CUDA graph captured once, which do the same. Both are
 called several times in a row without waiting. `kernels` is the time that the device spends in
-kernels, as its profiler has it; `elapsed` is the wall clock of the whole row, gaps included.
+kernels, as its profiler has it, the median of the calls; `elapsed` is the wall clock of the whole
+row, gaps included.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +23,7 @@ import torch
 import tq_torch
 from bench import gpu
 from bench.decode import FLAGSHIP
+from bench.jax_providers import import_jax, kernel_times, shared, wait
 from bench.timing import print_table
 from tq_core import Codec
 
@@ -53,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not gpu.require_gpu():
         return 2
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax
-
+    jax = import_jax()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, jax {jax.__version__}")
     with torch.inference_mode():
         tasks = [store_task(arguments), decode_task(arguments), layers_task(arguments)]
@@ -91,7 +90,10 @@ def rows(task: Task, arguments: argparse.Namespace) -> list[tuple[str, ...]]:
             if number >= 0:
                 samples[name].append(1e6 * seconds / task.units)
     medians = {name: statistics.median(sample) for name, sample in samples.items()}
-    busy = {name: in_kernels(call, arguments.calls) / task.units for name, call in calls.items()}
+    busy = {
+        name: statistics.median(kernel_times([call] * arguments.calls)) / task.units
+        for name, call in calls.items()
+    }
     return [
         (f"{task.name}, {what}", *(f"{t:.1f}" for t in times.values()), ratio(**times))
         for what, times in (("kernels", busy), ("elapsed", medians))
@@ -105,23 +107,12 @@ def ratio(torch: float, jax: float) -> str:
 
 def elapsed(call: Callable[[], object], calls: int) -> float:
     """Seconds of one of several calls in a row."""
-    import jax
-
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         result = call()
-    jax.block_until_ready([x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)])
-    torch.cuda.synchronize()
+    wait(result)
     return (time.perf_counter() - start) / calls
-
-
-def in_kernels(call: Callable[[], object], calls: int) -> float:
-    """Microseconds of a call in which kernels run."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        elapsed(call, calls)
-    events = profiler.key_averages()
-    return sum(e.self_device_time_total for e in events) / calls
 
 
 def captured(function: Callable[[], object]) -> Callable[[], object]:
@@ -141,10 +132,9 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
 
 def to_jax(tensor: torch.Tensor) -> Any:
     """A copy that JAX owns."""
-    import jax
     import jax.numpy as jnp
 
-    return jnp.copy(jax.dlpack.from_dlpack(tensor.contiguous()))
+    return jnp.copy(shared(tensor))
 
 
 def store_task(arguments: argparse.Namespace) -> Task:

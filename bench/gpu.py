@@ -30,6 +30,10 @@ BACKEND = "triton"
 RESULTS = Path(__file__).parent / "results"
 #: Copies of a working set at most: each is a launch in the graph.
 MOST_COPIES = 1024
+#: Tokens of a cache that are stored one by one; further pages are copies of theirs.
+DISTINCT_TOKENS = 2**20
+#: Rounds that are enough where a call takes more than so many microseconds.
+FEW_ROUNDS, LONG_CALL = 20, 2000.0
 #: Device memory of a process that compiles, next to its tensors: context, libraries, kernels.
 WORKER_BYTES = 3 * 2**29
 COLUMNS = (
@@ -67,37 +71,39 @@ def shape_of(row: Mapping[str, Any]) -> Shape:
 
 
 class Item(NamedTuple):
-    """One configuration of the packed cache to time; ``num_splits`` None: the plan's own."""
+    """One configuration of the packed cache to time, with overrides of its launch plan."""
 
     shape: Shape
     preset: str
     page_size: int
     order: str
     query_len: int
-    num_splits: int | None = None
+    overrides: tuple[tuple[str, int], ...] = ()
 
     @property
     def plan(self) -> dict[str, int] | None:
         """Overrides of the launch plan."""
-        return None if self.num_splits is None else {"num_splits": self.num_splits}
+        return dict(self.overrides) or None
 
     @property
     def label(self) -> str:
         """Its name in messages."""
-        splits = "" if self.num_splits is None else f" splits {self.num_splits}"
-        return f"{self.preset} {self.order} P{self.page_size}{splits}"
+        words = [f" {name} {value}" for name, value in self.overrides]
+        return f"{self.preset} {self.order} P{self.page_size}{''.join(words)}"
 
 
 class Run(NamedTuple):
     """One thing to time: ``calls`` do the same on different memory.
 
-    Calls of attention return something that can be viewed as ``[B * query_len, Hq, D]``.
+    Calls of attention return something that can be viewed as ``[B * query_len, Hq, D]``: a torch
+    tensor, or where ``is_jax`` an array of JAX, whose calls no CUDA graph can capture.
     """
 
     provider: str
-    calls: Sequence[Callable[[], Any]]
+    calls: Sequence[Callable[..., Any]]
     cache_bytes: int
     fields: Mapping[str, Any]
+    is_jax: bool = False
 
 
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -161,6 +167,12 @@ def copies_needed(num_bytes: int, l2_bytes: int) -> int:
     return min(MOST_COPIES, 1 + -(-2 * l2_bytes // num_bytes))
 
 
+def rotation(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """``tensors`` and so many clones of them that none is in the L2 cache when its turn comes."""
+    count = copies(sum(x.nbytes for x in tensors))
+    return [tensors, *(tuple(x.clone() for x in tensors) for _ in range(count - 1))]
+
+
 class Cache(NamedTuple):
     """A filled paged cache and what reads it."""
 
@@ -172,7 +184,7 @@ class Cache(NamedTuple):
 
 
 def make_cache(shape: Shape, preset: str, page_size: int, order: str | None, fill: bool) -> Cache:
-    """Random tokens in random pages.
+    """Random tokens in random pages, at most ``DISTINCT_TOKENS`` different ones.
 
     Without ``fill`` all sequences share the pages of one, whose bytes are whatever they were: the
     kernels that run are the same, since none depends on the number of pages.
@@ -180,19 +192,24 @@ def make_cache(shape: Shape, preset: str, page_size: int, order: str | None, fil
     layout = CacheLayout(QuantConfig.preset(preset), shape.Hk, shape.D, page_size, order)
     codec = Codec(layout.config, shape.D)
     width = -(-shape.L // page_size)
-    num_seqs = shape.B if fill else 1
+    num_pages = shape.B * width if fill else width
     generator = torch.Generator(device=DEVICE).manual_seed(0)
-    cache = tq_torch.empty_cache(layout, num_seqs * width, device=DEVICE)
-    table = torch.randperm(num_seqs * width, device=DEVICE, generator=generator).int()
-    table = table.view(num_seqs, width).expand(shape.B, width).contiguous()
-    step = max(1, min(shape.L, 2**27 // (shape.Hk * shape.D)))
-    for b in range(num_seqs):
-        for first in range(0, shape.L if fill else 1, step):
-            token = torch.arange(first, min(first + step, shape.L), device=DEVICE)
-            slots = table[b, token // page_size].long() * page_size + token % page_size
-            size = (2, len(token), shape.Hk, shape.D)
-            key, value = torch.randn(size, device=DEVICE, generator=generator).bfloat16()
-            tq_torch.store(key, value, cache, slots, layout=layout, codec=codec, backend=BACKEND)
+    cache = tq_torch.empty_cache(layout, num_pages, device=DEVICE)
+    table = torch.randperm(num_pages, device=DEVICE, generator=generator).int()
+    table = table.view(-1, width).expand(shape.B, width).contiguous()
+    stored = min(num_pages, -(-DISTINCT_TOKENS // page_size))
+    step = max(1, 2**27 // (shape.Hk * shape.D * page_size))
+    for first in range(0, stored if fill else 1, step):
+        slots = torch.arange(
+            first * page_size, min(first + step, stored) * page_size, device=DEVICE
+        )
+        size = (2, len(slots), shape.Hk, shape.D)
+        key, value = torch.randn(size, device=DEVICE, generator=generator).bfloat16()
+        tq_torch.store(key, value, cache, slots, layout=layout, codec=codec, backend=BACKEND)
+    if fill and stored < num_pages:
+        index = torch.randint(stored, (num_pages - stored,), device=DEVICE, generator=generator)
+        pages = cache.flatten(1)
+        torch.index_select(pages[:stored], 0, index, out=pages[stored:])
     lens = torch.full((shape.B,), shape.L, dtype=torch.int32, device=DEVICE)
     return Cache(layout, codec, cache, table, lens)
 
@@ -204,14 +221,19 @@ def make_query(shape: Shape, query_len: int = 1) -> Tensor:
     return torch.randn(size, device=DEVICE, generator=generator).bfloat16()
 
 
-def dense(data: Cache, length: int, dtype: torch.dtype, seqs: Sequence[int]) -> Any:
+def dense(data: Cache, length: int, dtype: torch.dtype, seqs: Sequence[int]) -> list[Tensor]:
     """Dequantised keys and values ``[len(seqs), Hk, length, D]`` of some sequences, contiguous."""
-    index = torch.tensor(seqs, device=data.table.device)
-    pair = tq_torch.dequantize(
-        data.cache, data.table[index], data.lens[index], layout=data.layout, codec=data.codec,
-        dtype=dtype,
-    )  # fmt: skip
-    return [x[:, :length].transpose(1, 2).contiguous() for x in pair]
+    size = (len(seqs), data.layout.num_kv_heads, length, data.layout.head_dim)
+    pair = [torch.empty(size, dtype=dtype, device=DEVICE) for _ in range(2)]
+    for i, b in enumerate(seqs):  # one at a time: all at once would need the memory twice
+        index = torch.tensor([b], device=DEVICE)
+        tokens = tq_torch.dequantize(
+            data.cache, data.table[index], data.lens[index], layout=data.layout, codec=data.codec,
+            dtype=dtype,
+        )  # fmt: skip
+        for x, y in zip(pair, tokens, strict=True):
+            x[i] = y[0, :length].transpose(0, 1)
+    return pair
 
 
 def checked_rows(query_len: int) -> list[int]:
@@ -311,20 +333,23 @@ def time_graphs(graphs: Sequence[Graph], rounds: int, warmup: int = 3) -> list[T
     """Times all graphs once a round, so that clocks treat them alike.
 
     Each is replayed twice in a row and the second replay is timed: the device is then never idle
-    between the two events, waiting for the host to launch.
+    between the two events, waiting for the host to launch. ``FEW_ROUNDS`` where calls are long.
     """
-    samples: list[list[float]] = [[] for _ in graphs]
-    for number in range(-warmup, rounds):
-        for (graph, num_calls), sample in zip(graphs, samples, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if number >= 0:
-                sample.append(1e3 * start.elapsed_time(end) / num_calls)
-    return [timing_of(sample) for sample in samples]
+
+    def once(graph: torch.cuda.CUDAGraph, num_calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return 1e3 * float(start.elapsed_time(end)) / num_calls
+
+    samples = [[once(*graph) for graph in graphs] for _ in range(warmup)]
+    if any(us > LONG_CALL for us in samples[-1]):
+        rounds = min(rounds, FEW_ROUNDS)
+    samples = [[once(*graph) for graph in graphs] for _ in range(rounds)]
+    return [timing_of(sample) for sample in zip(*samples, strict=True)]
 
 
 def timing_of(sample: Sequence[float]) -> Timing:
@@ -435,9 +460,9 @@ def in_workers(
         return
     start = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs, maxtasksperchild=4) as pool:
+    with context.Pool(jobs, maxtasksperchild=16) as pool:
         for problem in pool.imap_unordered(function, items):
             if problem:
                 print(problem, flush=True)
     seconds = time.monotonic() - start
-    print(f"compiled {len(items)} configurations in {jobs} processes, {seconds:.0f} s", flush=True)
+    print(f"compiled for {len(items)} jobs in {jobs} processes, {seconds:.0f} s", flush=True)

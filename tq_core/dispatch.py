@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tq_core import codebook, ptx
+from tq_core import codebook, plans, ptx
 from tq_core.codec import Codec
 from tq_core.layout import CacheLayout
 from tq_core.validation import MAX_KV_SPLITS, AttentionCall
@@ -23,8 +23,6 @@ MAX_SCRATCH_BYTES = 64 * 2**20
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 #: Shared memory of an attention program besides its tiles: queries, layout changes, the driver's.
 _FIXED_SHARED = 4608
-#: Bound of a transformed query in fp16, see ``query_arrays``.
-_ROW_BOUND = 64.0
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,14 @@ class Device:
         capability: compute capability as major * 10 + minor; 0 where it means nothing.
         num_sms: multiprocessors.
         shared_memory: bytes a program may use.
+        name: the kind of device, as its maker calls it; measured plans are filed under it.
     """
 
     kind: str
     capability: int = 0
     num_sms: int = 132
     shared_memory: int = 232448
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Launch:
         outputs: what it writes; an output that is an input too is written in place.
         constexprs: numbers that are.
         num_warps, num_stages: as Triton has them.
+        pdl: whether the kernel may start while the one before it runs; it waits by itself.
     """
 
     kernel: str
@@ -76,6 +77,7 @@ class Launch:
     constexprs: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
+    pdl: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Traits:
     has_key_offset: bool
     has_value_offset: bool
     key_matrix_stride: int
+    query_low_at: int
     value_matrix_stride: int
     key_offset_stride: int
     value_offset_stride: int
@@ -136,6 +139,7 @@ def codec_traits(codec: Codec) -> Traits:
     key_kind = "fp8" if not config.key_is_codebook else "grid" if grid else "table"
     value_kind = "int" if not config.value_is_codebook else "poly" if value_cubic else "table"
     shift = value_shift_array(codec)
+    query = query_matrix_array(codec)
     factor = 2.0**24
     if codec.value_centroids is not None:
         factor = value_decode_factor(codec.value_centroids, dim)
@@ -152,6 +156,7 @@ def codec_traits(codec: Codec) -> Traits:
         has_key_offset=codec.key_offset is not None,
         has_value_offset=codec.value_offset is not None,
         key_matrix_stride=stride(codec.key_matrix),
+        query_low_at=query[0].size if len(query) == 2 else 0,
         value_matrix_stride=stride(codec.value_matrix),
         key_offset_stride=stride(codec.key_offset),
         value_offset_stride=stride(codec.value_offset),
@@ -228,15 +233,21 @@ def phase_array() -> np.ndarray:
     return np.arange(64, dtype=np.int32) % 2 * 16
 
 
-def _query_bound(codec: Codec) -> np.ndarray:
-    """Power of two by which each head's query matrix is divided so that its result fits fp16."""
-    rows = np.abs(codec.query_matrix).sum(-1).max(-1)
-    return np.exp2(np.ceil(np.log2(np.maximum(rows / _ROW_BOUND, 1.0))))
+def _query_largest(codec: Codec) -> np.ndarray:
+    """The largest entry of each head's query matrix; fp64 ``[1 or Hk]``."""
+    largest: np.ndarray = np.abs(codec.query_matrix.astype(np.float64)).max((-2, -1))
+    return np.where(largest == 0, 1.0, largest)
 
 
 def query_matrix_array(codec: Codec) -> np.ndarray:
-    """The query matrix divided by its bound; fp32 ``[1 or Hk, D, D]``."""
-    return (codec.query_matrix / _query_bound(codec)[:, None, None]).astype(np.float32)
+    """The query matrix over its largest entry; fp16 ``[1 or 2, 1 or Hk, D, D]``.
+
+    A second part, where fp16 needs one, is 2048 times what the first lacks.
+    """
+    matrix = codec.query_matrix / _query_largest(codec)[:, None, None]
+    high = matrix.astype(np.float16)
+    low = ((matrix - high) * 2048).astype(np.float16)
+    return np.stack([high, low] if low.any() else [high])
 
 
 def key_factor_array(codec: Codec) -> np.ndarray:
@@ -248,8 +259,8 @@ def key_factor_array(codec: Codec) -> np.ndarray:
 
 
 def factor_array(codec: Codec) -> np.ndarray:
-    """Factor of ``q' . c``: that of the key times the query's bound; fp32 ``[1 or Hk]``."""
-    return (key_factor_array(codec) * _query_bound(codec)).astype(np.float32)
+    """Factor of ``q' . c``: the key's times the query matrix's; fp32 ``[1 or Hk]``."""
+    return (key_factor_array(codec) * _query_largest(codec)).astype(np.float32)
 
 
 def value_shift_array(codec: Codec) -> np.ndarray | None:
@@ -474,19 +485,68 @@ def _precision(device: Device) -> str:
     return "tf32x3" if device.kind == "cuda" else "ieee"
 
 
-def _splits(programs: int, tiles: int, slots: int, row_bytes: int, rows: int) -> int:
-    """KV splits whose last wave is full, as few as reach that."""
-    limit = max(1, min(tiles // 4, MAX_SCRATCH_BYTES // max(1, rows * row_bytes)))
-    best, best_cost = 1, math.inf
+def _tile_time(programs: float, num_sms: int) -> float:
+    """Time of a tile while a multiprocessor has its share of ``programs``; a lone one's is 1.
+
+    A few programs wait for memory side by side; from about four on they share the arithmetic.
+    """
+    return float((1 + (0.27 * programs / num_sms) ** 3) ** (1 / 3))
+
+
+def _splits(programs: int, tiles: int, num_sms: int, slots: int, most: int) -> int:
+    """KV splits that take the least time, as few as reach that.
+
+    Args:
+        programs: of one split.
+        tiles: of a program of one split.
+        num_sms: multiprocessors.
+        slots: programs that are resident at once.
+        most: splits at most.
+    """
+    best, best_time = 1, math.inf
     for splits in SPLITS:
-        if splits > limit:
+        if splits > most:
             break
-        waves = -(-programs * splits // slots)
-        # Time of a wave ~ 1 / splits; a split costs about two tiles of start and merge.
-        cost = waves * (tiles / splits + 2)
-        if cost < best_cost * 0.98:
-            best, best_cost = splits, cost
+        waves, rest = divmod(programs * splits, slots)
+        # Starting and ending takes about a tile, merging about two and some for each split.
+        length = -(-tiles // splits) + 1
+        time = length * waves * _tile_time(slots, num_sms)
+        if rest:
+            time += length * _tile_time(rest, num_sms)
+        if splits > 1:
+            time += 2 + 0.012 * splits
+        if time < best_time * 0.98:
+            best, best_time = splits, time
     return best
+
+
+def _measured(
+    call: AttentionCall, layout: CacheLayout, traits: Traits, device: Device
+) -> dict[str, int]:
+    """Overrides of a decode plan that were measured on this kind of device, if any."""
+    foreign = "table" in (traits.key_kind, traits.value_kind)
+    if not device.name or foreign:
+        return {}
+    config, programs = layout.config, call.num_seqs * layout.num_kv_heads
+    kind = plans.Kind(config.key, config.value, layout.head_dim, call.group)
+    tokens = min(call.max_seq_len, call.sliding_window or call.max_seq_len)
+    point = plans.nearest(device.name, kind, programs, tokens)
+    if point is None:
+        return {}
+    over = dict(point.plan)
+    wanted = over.pop("num_splits", 0) * point.programs / max(programs, 1)
+    if wanted and call.num_kv_splits is None:
+        # As many programs as were measured, each with a tile at least.
+        most = _most_splits(call, layout, over.get("block_t", 64))
+        over["num_splits"] = max(n for n in SPLITS if n == 1 or n <= min(wanted, most))
+    return over
+
+
+def _most_splits(call: AttentionCall, layout: CacheLayout, block_t: int) -> int:
+    """KV splits that give each a tile and whose partial outputs are not too large."""
+    rows = call.num_tokens * call.num_query_heads
+    tiles = -(-call.max_seq_len // block_t)
+    return max(1, min(tiles, MAX_SCRATCH_BYTES // max(1, 4 * layout.head_dim * rows)))
 
 
 def plan_attention(
@@ -524,6 +584,8 @@ def plan_attention(
         ValueError: an override that no kernel can run.
     """
     over = _overrides(overrides)
+    if decode and not over:
+        over = _measured(call, layout, traits, device)
     page = _page_constexprs(layout, page_stride)
     asm = device.kind == "cuda" and bool(over.get("asm", True))
     reader = _reader_constexprs(layout, page, traits, cache_align, wide=True, asm=asm)
@@ -565,10 +627,12 @@ def plan_attention(
     slots = device.num_sms * resident
     splits = over.get("num_splits", call.num_kv_splits)
     if splits is None:
-        splits = _splits(max(1, live_blocks * heads), tiles, slots, 4 * dim, rows)
+        most = min(tiles, _most_splits(call, layout, block_t))
+        splits = _splits(max(1, live_blocks * heads), tiles, device.num_sms, slots, most)
 
     coded = traits.has_value_matrix
     partial = splits > 1
+    pdl = device.kind == "cuda" and device.capability >= 90
     coded_strides = (call.num_query_heads * dim, dim, 1)
     final_strides = coded_strides if coded else out_strides
     rows_shape = (call.num_tokens, call.num_query_heads)
@@ -588,9 +652,9 @@ def plan_attention(
         "alibi_slopes" if has_alibi else "row_terms",
     )
     constexprs = {
-        "NUM_SPLITS": splits,
         "DECODE": decode,
         "PARTIAL": partial,
+        "PDL": pdl,
         "NUM_QUERY_HEADS": call.num_query_heads,
         "NUM_KV_HEADS": heads,
         "GROUP": group,
@@ -616,20 +680,21 @@ def plan_attention(
     # Few rows: narrow blocks, so that every multiprocessor has one.
     few = row_blocks * heads < 4 * device.num_sms
     block_o = min(block_d, 64 if few else 128)
+    merge_d = min(block_d, 32 if rows * dim < 2**15 else 128 if rows * dim < 2**17 else 256)
     transform = {
         "NUM_QUERY_HEADS": call.num_query_heads,
         "NUM_KV_HEADS": heads,
         "GROUP": group,
         "HEAD_DIM": dim,
         "BLOCK_N": 16,
-        "BLOCK_K": min(block_d, 128 if few else 32),
-        "PRECISION": _precision(device),
+        "PDL": pdl,
     }
     integer = traits.key_kind == "grid"
-    query_o = min(block_d, 256) if integer else block_o
+    num_out = reader["BLOCK_KEY"] * reader["KEY_CODES"] if integer else dim
+    query_o = min(num_out, 256) if integer else block_o
     rotated = Buffer("rotated", (*rows_shape, dim), "float16")
     if integer:
-        rotated = Buffer("rotated", (*rows_shape, 2, dim), "int8")
+        rotated = Buffer("rotated", (*rows_shape, 2, num_out), "int8")
     query = Launch(
         "transform_query",
         row_blocks * heads * (1 if integer else -(-dim // block_o)),
@@ -638,7 +703,13 @@ def plan_attention(
         outputs=(rotated, row_terms),
         constexprs=_items(
             **transform,
+            BLOCK_K=min(block_d, 128),
             BLOCK_O=query_o,
+            NUM_OUT=num_out,
+            BLOCK_KEY=reader["BLOCK_KEY"],
+            KEY_CODES=reader["KEY_CODES"],
+            KEY_STRIDED=reader["KEY_BITS"] == 2 or reader["KEY_PLANAR"],
+            LOW_AT=traits.query_low_at,
             INTEGER=integer,
             STRIDE_N=query_strides[0],
             STRIDE_H=query_strides[1],
@@ -650,8 +721,9 @@ def plan_attention(
             OFFSET_STRIDE=traits.key_offset_stride,
             BLOCK_D=block_d,
         ),
-        num_warps=8 if query_o > 64 else 4,
-        num_stages=2,
+        num_warps=8 if query_o > 128 else 4,
+        num_stages=1,
+        pdl=pdl,
     )
     attention = Launch(
         "attention",
@@ -662,22 +734,22 @@ def plan_attention(
             "key_grid" if integer else "key_table", "value_table", "phase", "value_shift",
             sinks, slopes,
         ),
-        integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride),
+        integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride, splits),
         outputs=(result, state),
         constexprs=_items(**constexprs),
         num_warps=warps,
         num_stages=stages,
+        pdl=pdl,
     )  # fmt: skip
     merge = output = None
     if partial:
         merge = Launch(
             "merge",
-            rows,
+            rows * -(-dim // merge_d),
             inputs=("partial", "state", sinks),
-            integers=(),
+            integers=(splits,),
             outputs=(final, lse),
             constexprs=_items(
-                NUM_SPLITS=splits,
                 NUM_QUERY_HEADS=call.num_query_heads,
                 HEAD_DIM=dim,
                 HAS_SINKS=has_sinks,
@@ -685,10 +757,12 @@ def plan_attention(
                 OUT_STRIDE_H=final_strides[1],
                 OUT_STRIDE_D=final_strides[2],
                 BLOCK_S=_pow2(splits),
-                BLOCK_D=block_d,
+                BLOCK_D=merge_d,
+                PDL=pdl,
             ),
-            num_warps=1 if splits * block_d <= 2048 else 4,
+            num_warps=1 if splits * merge_d <= 2048 else 4,
             num_stages=1,
+            pdl=pdl,
         )
     if coded:
         output = Launch(
@@ -699,6 +773,8 @@ def plan_attention(
             outputs=(out,),
             constexprs=_items(
                 **transform,
+                BLOCK_K=min(block_d, 128 if few else 32),
+                PRECISION=_precision(device),
                 BLOCK_O=block_o,
                 STRIDE_N=out_strides[0],
                 STRIDE_H=out_strides[1],
@@ -707,6 +783,7 @@ def plan_attention(
             ),
             num_warps=4,
             num_stages=2,
+            pdl=pdl,
         )
     return AttentionPlan(query, attention, merge, output, splits)
 

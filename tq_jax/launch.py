@@ -29,7 +29,11 @@ def device_of(device: jax.Device) -> Device:
         return Device("hip", 0, device.core_count, 65536)
     major, minor = map(int, device.compute_capability.split("."))
     return Device(
-        "cuda", 10 * major + minor, device.core_count, device.shared_memory_per_block_optin
+        "cuda",
+        10 * major + minor,
+        device.core_count,
+        device.shared_memory_per_block_optin,
+        device.device_kind,
     )
 
 

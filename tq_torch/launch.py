@@ -31,6 +31,7 @@ def device_of(device: torch.device) -> dispatch.Device:
         properties.major * 10 + properties.minor,
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
+        properties.name,
     )
 
 
@@ -107,6 +108,7 @@ def _step(launch: dispatch.Launch) -> _Step:
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             enable_fp_fusion=True,
+            **({"launch_pdl": True} if launch.pdl else {}),
         )
     outputs = tuple((o.name, o.shape, getattr(torch, o.dtype)) for o in launch.outputs)
     return _Step(run, launch.inputs, launch.integers, outputs)

@@ -75,6 +75,14 @@ class Report:
     stack_bytes: int
     shared_bytes: int
 
+    def programs(self, num_warps: int) -> int:
+        """Programs that are resident at once on a multiprocessor of sm_90."""
+        warp = 32 * -(-self.registers // 8) * 8
+        by_registers = 65536 // (num_warps * warp)
+        # A program takes 1 KiB besides its own shared memory.
+        by_shared = 233472 // (-(-self.shared_bytes // 128) * 128 + 1024)
+        return min(by_registers, by_shared, 64 // num_warps, 32)
+
 
 def report(compiled) -> Report:
     """Disassembles a kernel compiled for ``sm_*``; the loop is the first of the long ones."""

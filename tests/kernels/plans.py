@@ -11,7 +11,7 @@ from tq_core.validation import ArraySpec, check_attention
 
 DEVICES = {
     "sm_80": Device("cuda", 80, 108, 166912),
-    "sm_90": Device("cuda", 90, 132, 232448),
+    "sm_90": Device("cuda", 90, 132, 232448, "NVIDIA H200"),
     "sm_100": Device("cuda", 100, 148, 232448),
     "gfx942": Device("hip", 0, 304, 65536),
 }

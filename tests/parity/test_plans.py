@@ -78,6 +78,7 @@ def test_jax_devices_are_described_as_torch_describes_them():
         compute_capability = "9.0"
         core_count = 132
         shared_memory_per_block_optin = 232448
+        device_kind = "NVIDIA H200"
 
     assert jax_launch.device_of(Gpu()) == DEVICES["sm_90"]
     assert jax_launch.device_of(jax.devices("cpu")[0]).kind == "interpret"

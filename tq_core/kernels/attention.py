@@ -23,7 +23,6 @@ import triton.language as tl
 from tq_core.kernels.codes import (
     decode_grid,
     decode_units,
-    grid_coordinate,
     grid_operand,
     half_to_float,
     load_grid,
@@ -34,6 +33,7 @@ from tq_core.kernels.codes import (
     load_values,
     typed_ptr,
 )
+from tq_core.kernels.order import wait_for_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -300,13 +300,15 @@ def _tile(
     return new, m_new, l, z
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_stride", "num_splits"]
+)
 def attention(
     query_ptr, row_terms_ptr, cache_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr,
     key_table_ptr, value_table_ptr, phase_ptr, value_shift_ptr, sinks_ptr, slopes_ptr,
-    num_tokens, num_seqs, num_blocks, table_stride,
+    num_tokens, num_seqs, num_blocks, table_stride, num_splits,
     out_ptr, lse_ptr,
-    NUM_SPLITS: tl.constexpr, DECODE: tl.constexpr, PARTIAL: tl.constexpr,
+    DECODE: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
@@ -332,8 +334,8 @@ def attention(
 ):  # fmt: skip
     """One (block of query rows, KV head, KV split).
 
-    ``PARTIAL``: ``out_ptr`` is fp32 ``[N * Hq, NUM_SPLITS, D]`` of unnormalised sums and
-    ``lse_ptr`` fp32 ``[N * Hq, NUM_SPLITS, 2]`` of (maximum, sum); a split that saw nothing writes
+    ``PARTIAL``: ``out_ptr`` is fp32 ``[N * Hq, num_splits, D]`` of unnormalised sums and
+    ``lse_ptr`` fp32 ``[N * Hq, num_splits, 2]`` of (maximum, sum); a split that saw nothing writes
     only a zero sum. Otherwise they are the output and the natural-log LSE ``[N, Hq]``.
     ``DECODE``: row b belongs to sequence b; otherwise ``num_blocks`` covers every sequence's rows
     and the rows past the last sequence, found by bisection of ``query_start_loc``.
@@ -398,7 +400,7 @@ def attention(
         whole_start = tl.maximum(last_position - WINDOW + 1, 0)
     start = first_token // BLOCK_T
     stop = tl.cdiv(tl.maximum(end_token, 0), BLOCK_T)
-    per_split = tl.cdiv(tl.maximum(stop - start, 0), NUM_SPLITS)
+    per_split = tl.cdiv(tl.maximum(stop - start, 0), num_splits)
     start = start + split * per_split
     stop = tl.minimum(start + per_split, stop)
     whole_start = tl.minimum(tl.maximum(tl.cdiv(whole_start, BLOCK_T), start), stop)
@@ -413,14 +415,18 @@ def attention(
     flat_c = (first_row + column_c // GROUP).to(tl.int64) * NUM_QUERY_HEADS
     flat_c = flat_c + head * GROUP + column_c % GROUP
     key_table = ()
-    q = ()
     if KEY_KIND == "grid":
         key_table = load_grid_table(key_table_ptr, KEY_BITS)
+    value_phase = 0
+    if VALUE_UNIT == 6:
+        # From memory: only what follows from loads is computed where the matrix unit wants it.
+        value_phase = tl.load(phase_ptr + tl.arange(0, BLOCK_VALUE))[:, None]
+    wait_for_previous(PDL)
+    q = ()
+    if KEY_KIND == "grid":
         offs_k = tl.arange(0, BLOCK_KEY * KEY_CODES)
-        offs_d = grid_coordinate(offs_k, BLOCK_KEY, KEY_CODES, KEY_BITS == 2 or KEY_PLANAR)
-        at = (flat_c * 2 + offs_c % 2)[None, :] * HEAD_DIM + offs_d[:, None]
-        mask_q = mask_c[None, :] & (offs_d < HEAD_DIM)[:, None]
-        q = (tl.load(query_ptr + at, mask=mask_q, other=0),)
+        at = (flat_c * 2 + offs_c % 2)[None, :] * (BLOCK_KEY * KEY_CODES) + offs_k[:, None]
+        q = (tl.load(query_ptr + at, mask=mask_c[None, :], other=0),)
     else:
         offs_u = tl.arange(0, BLOCK_KEY)
         mask_c = mask_c & (offs_c % TIMES == 0)
@@ -455,10 +461,6 @@ def attention(
     # A block of one position needs no mask of its own: the range of tokens says it all.
     ROW_CAUSAL: tl.constexpr = CAUSAL and not DECODE
     ROW_WINDOW: tl.constexpr = 0 if DECODE else WINDOW
-    value_phase = 0
-    if VALUE_UNIT == 6:
-        # From memory: only what follows from loads is computed where the matrix unit wants it.
-        value_phase = tl.load(phase_ptr + tl.arange(0, BLOCK_VALUE))[:, None]
     pages_ptr = block_table_ptr + seq.to(tl.int64) * table_stride
     for j in range(whole_start, whole_stop):
         acc, m, l, z = _tile(
@@ -496,7 +498,7 @@ def attention(
     mask_d = offs_r % BLOCK_VALUE < NUM_VALUE
     mask_row = mask_n
     if PARTIAL:
-        part = flat * NUM_SPLITS + split
+        part = flat * num_splits + split
         tl.store(lse_ptr + part * 2, m, mask=mask_n)
         tl.store(lse_ptr + part * 2 + 1, l, mask=mask_n)
         mask_row = mask_row & (l != 0)
@@ -544,22 +546,29 @@ def attention(
             tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge(
     part_ptr, state_ptr, sinks_ptr,
+    num_splits,
     out_ptr, lse_ptr,
-    NUM_SPLITS: tl.constexpr, NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE of one row from the partial sums of its splits; the sink is counted here."""
-    row = tl.program_id(0).to(tl.int64)
+    """Output and LSE of one row from the partial sums of its splits; the sink is counted here.
+
+    A program has ``BLOCK_D`` coordinates; ``BLOCK_S`` covers the splits.
+    """
+    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    pid = tl.program_id(0)
+    row = (pid // BLOCKS).to(tl.int64)
+    block = pid % BLOCKS
     head = row % NUM_QUERY_HEADS
     offs_s = tl.arange(0, BLOCK_S)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_s = offs_s < NUM_SPLITS
-    state = state_ptr + (row * NUM_SPLITS + offs_s) * 2
+    offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_s = offs_s < num_splits
+    state = state_ptr + (row * num_splits + offs_s) * 2
+    wait_for_previous(PDL)
     l = tl.load(state + 1, mask=mask_s, other=0.0)
     m = tl.load(state, mask=mask_s, other=NEVER)
     live = l != 0
@@ -575,11 +584,12 @@ def merge(
     total = mass
     if HAS_SINKS:
         total = total + tl.exp2(sink - top)
-    part = part_ptr + (row * NUM_SPLITS + offs_s)[:, None] * HEAD_DIM + offs_d[None, :]
+    part = part_ptr + (row * num_splits + offs_s)[:, None] * HEAD_DIM + offs_d[None, :]
     mask = live[:, None] & (offs_d < HEAD_DIM)[None, :]
     o = tl.sum(tl.load(part, mask=mask, other=0.0) * weight[:, None], 0)
     o = tl.where(mass != 0, o / tl.where(total != 0, total, 1.0), 0.0)
     at = (row // NUM_QUERY_HEADS) * OUT_STRIDE_N + head * OUT_STRIDE_H + offs_d * OUT_STRIDE_D
     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
-    lse = tl.where(mass != 0, (top + tl.log2(total)) * LN2, nothing)
-    tl.store(lse_ptr + row, lse)
+    if block == 0:
+        lse = tl.where(mass != 0, (top + tl.log2(total)) * LN2, nothing)
+        tl.store(lse_ptr + row, lse)
