@@ -2,9 +2,8 @@
 
 For each shape and preset, plans of a few tile sizes, depths of the pipeline and KV splits are timed
 beside the one that is planned from numbers alone. The best is written, where it saves 2 % of that
-one's time, or else that one: to ``tq_core/plans``, under the name of the device, where the next calls
-find them.
-Every shape's best time and that of the plan from numbers go to a CSV file.
+one's time, or else that one: to ``tq_core/plans``, under the name of the device, where the next
+calls find them. Every shape's best time and that of the plan from numbers go to a CSV file.
 """
 
 from __future__ import annotations
