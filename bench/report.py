@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +17,11 @@ from bench import gpu
 
 HELP = "table and plots of recorded decode runs"
 FLAGSHIP = "64:8192:8:4:128"
-#: What surrounds the table in a document.
-START, END = "<!-- begin: python -m bench report -->", "<!-- end: python -m bench report -->"
+#: What surrounds a table in a document: that of one shape, and that of the 4-bit grid.
+MARKS = {
+    name: tuple(f"<!-- {word}: python -m bench report{name} -->" for word in ("begin", "end"))
+    for name in ("", ", grid")
+}
 
 
 class Point(NamedTuple):
@@ -44,18 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--commit", default=None, help="the run of this commit; default: the last run")
     add("--shape", type=gpu.Shape.parse, default=FLAGSHIP, help="of the table, B:L:Hk:g:D")
     add("--plots", type=Path, default=None, metavar="FOLDER", help="draw plots into it")
-    add("--into", type=Path, default=None, metavar="FILE", help="replace the table in a document")
+    add("--into", type=Path, default=None, metavar="FILE", help="replace tables in a document")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
         points = read(arguments.csv, arguments.commit)
-        text = table(points, arguments.shape)
+        tables = {"": table(points, arguments.shape), ", grid": grid(points)}
         if arguments.into is None:
-            print(text)
+            print(*filter(None, tables.values()), sep="\n\n")
         else:
             document = arguments.into.read_text()
-            arguments.into.write_text(replaced(document, text))
+            arguments.into.write_text(replaced(document, tables))
     except (OSError, ValueError) as error:
         print(f"bench report: {error}", file=sys.stderr)
         return 1
@@ -133,17 +136,40 @@ def table(points: list[Point], shape: gpu.Shape) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def replaced(document: str, text: str) -> str:
-    """``document`` with ``text`` between the two marks.
+def grid(points: list[Point], preset: str = "4bit") -> str:
+    """Markdown of ratios to bf16 of one preset: batches and lengths across, the rest down."""
+    best = {s: p for (s, name), p in fastest(points).items() if name == preset}
+    across = sorted({(s.B, s.L) for s in best})
+    down = sorted({(-s.D, s.Hk, s.g) for s in best})
+    names = [f"{B} x {L // 1024}k" if L % 1024 == 0 else f"{B} x {L}" for B, L in across]
+    lines = [["D", "KV heads", "query heads of each", *names], ["---"] * (3 + len(across))]
+    for minus_d, heads, group in down:
+        shapes = [gpu.Shape(B, L, heads, group, -minus_d) for B, L in across]
+        ratios = [f"{best[s].ratio:.2f}" if s in best else "" for s in shapes]
+        lines.append([str(-minus_d), str(heads), str(group), *ratios])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if best else ""
+
+
+def replaced(document: str, tables: Mapping[str, str]) -> str:
+    """``document`` with each of ``tables`` between its marks, where it has those.
 
     Raises:
-        ValueError: the marks are not there once each, in order.
+        ValueError: there are no marks at all, or not both of a pair once each, in order.
     """
-    before, found, rest = document.partition(START)
-    _, closed, after = rest.partition(END)
-    if not found or not closed or START in rest or END in after:
-        raise ValueError(f"expected {START!r} and {END!r}, once each")
-    return f"{before}{START}\n{text}\n{END}{after}"
+    found_any = False
+    for name, text in tables.items():
+        start, end = MARKS[name]
+        if start not in document and end not in document:
+            continue
+        before, found, rest = document.partition(start)
+        _, closed, after = rest.partition(end)
+        if not found or not closed or start in rest or end in after:
+            raise ValueError(f"expected {start!r} and {end!r}, once each")
+        document = f"{before}{start}\n{text}\n{end}{after}"
+        found_any = True
+    if not found_any:
+        raise ValueError(f"expected {' and '.join(map(repr, MARKS['']))}, once each")
+    return document
 
 
 def plot(points: list[Point], folder: Path) -> list[Path]:
@@ -161,11 +187,17 @@ def plot(points: list[Point], folder: Path) -> list[Path]:
     }
     paths = []
     for field, label in what.items():
-        groups = sorted({(s.B, s.Hk, s.g, s.D) for s, _ in best})
-        figure, grid = pyplot.subplots(
-            1, len(groups), figsize=(1 + 4 * len(groups), 4), sharey=True, squeeze=False
+        groups = sorted(
+            {(s.B, s.Hk, s.g, s.D) for s, _ in best}, key=lambda g: (-g[3], *g[1:3], g[0])
         )
-        for group, axes in zip(groups, grid[0], strict=True):
+        across = min(len(groups), 3)
+        down = -(-len(groups) // across)
+        figure, panels = pyplot.subplots(
+            down, across, figsize=(1 + 4 * across, 3.6 * down), sharey=True, squeeze=False
+        )
+        for axes in panels.flat[len(groups) :]:
+            axes.set_visible(False)
+        for group, axes in zip(groups, panels.flat[: len(groups)], strict=True):
             for preset in sorted({p for _, p in best}):
                 line = sorted(
                     (s.L, getattr(p, field))
@@ -181,8 +213,9 @@ def plot(points: list[Point], folder: Path) -> list[Path]:
             axes.set_xlabel("tokens a sequence")
             axes.set_title("B={}, Hk={}, g={}, D={}".format(*group))
             axes.grid(alpha=0.3)
-        grid[0][0].set_ylabel(label)
-        grid[0][-1].legend()
+        for axes in panels[:, 0]:
+            axes.set_ylabel(label)
+        panels[0][0].legend()
         figure.tight_layout()
         paths.append(folder / f"decode-{field}.png")
         figure.savefig(paths[-1], dpi=140)

@@ -680,7 +680,7 @@ def plan_attention(
     # Few rows: narrow blocks, so that every multiprocessor has one.
     few = row_blocks * heads < 4 * device.num_sms
     block_o = min(block_d, 64 if few else 128)
-    merge_d = min(block_d, 32 if rows * dim < 2**15 else 128 if rows * dim < 2**17 else 256)
+    merge_d = max(128, min(block_d, 256))
     transform = {
         "NUM_QUERY_HEADS": call.num_query_heads,
         "NUM_KV_HEADS": heads,
@@ -758,9 +758,10 @@ def plan_attention(
                 OUT_STRIDE_D=final_strides[2],
                 BLOCK_S=_pow2(splits),
                 BLOCK_D=merge_d,
+                BLOCK_C=min(_pow2(splits), 4096 // merge_d),
                 PDL=pdl,
             ),
-            num_warps=1 if splits * merge_d <= 2048 else 4,
+            num_warps=1,
             num_stages=1,
             pdl=pdl,
         )

@@ -45,7 +45,11 @@ def run(*words):
 def test_readme_shows_the_last_recorded_run():
     text = README.read_text()
     points = report.read(gpu.RESULTS / "decode.csv")
-    assert report.replaced(text, report.table(points, gpu.Shape.parse(report.FLAGSHIP))) == text
+    tables = {
+        "": report.table(points, gpu.Shape.parse(report.FLAGSHIP)),
+        ", grid": report.grid(points),
+    }
+    assert report.replaced(text, tables) == text
 
 
 def test_table(recorded, capsys):
@@ -65,6 +69,10 @@ def test_table(recorded, capsys):
     assert lines[2:] == [
         "| `4bit` | 8 | 3.75x | 75% | 12 | 2.50x | 50% |",
         "| `3bit` | 11 | 1.50x | 30% |  |  |  |",
+        "",
+        "| D | KV heads | query heads of each | 2 x 1k |",
+        "| --- | --- | --- | --- |",
+        "| 64 | 2 | 4 | 3.75 |",
     ]
     assert run("--csv", path, "--shape", shape, "--commit", "old") == 0
     assert "| 20 | 1.00x | 20% |" in capsys.readouterr().out
@@ -72,13 +80,34 @@ def test_table(recorded, capsys):
 
 def test_into_a_document(recorded, tmp_path):
     document = tmp_path / "page.md"
-    document.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    (start, end), (grid_start, grid_end) = report.MARKS.values()
+    document.write_text(f"before\n{start}\nold\n{end}\nmid\n{grid_start}{grid_end}\nafter\n")
     words = ("--csv", recorded(row()), "--shape", ":".join(map(str, SHAPE)), "--into", document)
     assert run(*words) == run(*words) == 0
-    before, _, rest = document.read_text().partition(report.START)
-    assert (before, rest.partition(report.END)[2]) == ("before\n", "\nafter\n")
+    before, _, rest = document.read_text().partition(start)
+    assert before == "before\n"
+    assert rest.partition(end)[2].partition(grid_start)[0] == "\nmid\n"
+    assert rest.endswith(f"| 64 | 2 | 4 | 2.00 |\n{grid_end}\nafter\n")
     assert "old" not in rest
     assert "| `4bit` | 10 | 2.00x | 40% |" in rest
+
+
+def test_grid_of_four_bits(recorded):
+    rows = [
+        row(L=n, g=g, D=d, ratio=n / 1000 + g + d)
+        for n in (1024, 1500)
+        for g in (1, 2)
+        for d in (64, 128)
+    ]
+    points = report.read(recorded(*rows[:-1], row("3bit", L=9)))
+    assert report.grid(points).splitlines() == [
+        "| D | KV heads | query heads of each | 2 x 1k | 2 x 1500 |",
+        "| --- | --- | --- | --- | --- |",
+        "| 128 | 2 | 1 | 130.00 | 130.50 |",
+        "| 128 | 2 | 2 | 131.00 |  |",
+        "| 64 | 2 | 1 | 66.02 | 66.50 |",
+        "| 64 | 2 | 2 | 67.02 | 67.50 |",
+    ]
 
 
 def test_plots(recorded, tmp_path):

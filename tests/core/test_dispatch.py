@@ -70,7 +70,7 @@ def test_a_hint_of_the_length_is_for_the_splits_alone():
     "preset, stages", [("4bit", 5), ("2bit", 5), ("4bit_hq", 5), ("k8v8", 2), ("3bit", 5)]
 )
 def test_two_buffers_where_they_fit_beside_the_others(preset, stages):
-    assert attention_plan(preset).attention.num_stages == stages
+    assert attention_plan(preset, "sm_100").attention.num_stages == stages
     small = replace(H200, shared_memory=65536)
     assert plan_on(small, preset).attention.num_stages == 2
 

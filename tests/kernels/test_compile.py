@@ -106,6 +106,18 @@ def test_budget(preset):
     assert (made.operations["HMMA"], made.operations["IMMA"]) == matrix
 
 
+@pytest.mark.parametrize("num_splits", [2, 16, 64, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 576])
+def test_merge_keeps_to_its_lanes(num_splits, head_dim):
+    """No two lanes have the same coordinate, which both would write to shared memory."""
+    overrides = {"num_splits": num_splits}
+    merge = attention_plan("4bit", head_dim=head_dim, overrides=overrides).merge
+    made = report(compile_launch(merge, "sm_90"))
+    assert made.shared_bytes <= 128
+    assert made.stack_bytes <= 8
+    assert merge.num_warps == 1
+
+
 #: One case of each set of constants that the shared table leads to.
 TABLE = [c for c in ATTENTION_CASES if c.head_dim % 8 == 0]
 

@@ -553,11 +553,13 @@ def merge(
     out_ptr, lse_ptr,
     NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of one row from the partial sums of its splits; the sink is counted here.
 
-    A program has ``BLOCK_D`` coordinates; ``BLOCK_S`` covers the splits.
+    A program has ``BLOCK_D`` coordinates, 128 or more: then each lane has its own, and nothing goes
+    through shared memory. ``BLOCK_S`` covers the splits, ``BLOCK_C`` of them are loaded at once.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
@@ -566,11 +568,13 @@ def merge(
     head = row % NUM_QUERY_HEADS
     offs_s = tl.arange(0, BLOCK_S)
     offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
     mask_s = offs_s < num_splits
-    state = state_ptr + (row * num_splits + offs_s) * 2
+    state_ptr = state_ptr + row * num_splits * 2
+    part_ptr = part_ptr + row * num_splits * HEAD_DIM
     wait_for_previous(PDL)
-    l = tl.load(state + 1, mask=mask_s, other=0.0)
-    m = tl.load(state, mask=mask_s, other=NEVER)
+    l = tl.load(state_ptr + offs_s * 2 + 1, mask=mask_s, other=0.0)
+    m = tl.load(state_ptr + offs_s * 2, mask=mask_s, other=NEVER)
     live = l != 0
     m = tl.where(live, m, NEVER)
     top = tl.max(m, 0)
@@ -579,17 +583,27 @@ def merge(
         nothing = tl.load(sinks_ptr + head)
         sink = nothing * LOG2E
         top = tl.maximum(top, tl.where(sink == float("-inf"), NEVER, sink))
-    weight = tl.where(live, tl.exp2(m - top), 0.0)
-    mass = tl.sum(weight * l, 0)
+    mass = tl.sum(tl.where(live, tl.exp2(m - top), 0.0) * l, 0)
     total = mass
     if HAS_SINKS:
         total = total + tl.exp2(sink - top)
-    part = part_ptr + (row * num_splits + offs_s)[:, None] * HEAD_DIM + offs_d[None, :]
-    mask = live[:, None] & (offs_d < HEAD_DIM)[None, :]
-    o = tl.sum(tl.load(part, mask=mask, other=0.0) * weight[:, None], 0)
+    o = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, num_splits, BLOCK_C):
+        offs_c = first + tl.arange(0, BLOCK_C)
+        mask_c = offs_c < num_splits
+        part = tl.load(
+            part_ptr + offs_c[:, None] * HEAD_DIM + offs_d[None, :],
+            mask=mask_c[:, None] & mask_d[None, :],
+            other=0.0,
+        )
+        part_l = tl.load(state_ptr + offs_c * 2 + 1, mask=mask_c, other=0.0)
+        part_m = tl.load(state_ptr + offs_c * 2, mask=mask_c, other=NEVER)
+        # What a split that saw nothing left in its place is not a number to count on.
+        part = tl.where((part_l != 0)[:, None], part * tl.exp2(part_m - top)[:, None], 0.0)
+        o = o + tl.sum(part, 0)
     o = tl.where(mass != 0, o / tl.where(total != 0, total, 1.0), 0.0)
     at = (row // NUM_QUERY_HEADS) * OUT_STRIDE_N + head * OUT_STRIDE_H + offs_d * OUT_STRIDE_D
-    tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
+    tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask_d)
     if block == 0:
         lse = tl.where(mass != 0, (top + tl.log2(total)) * LN2, nothing)
         tl.store(lse_ptr + row, lse)
