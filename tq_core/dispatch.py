@@ -672,6 +672,7 @@ def plan_attention(
         "WINDOW": call.sliding_window or 0,
         "BLOCK_T": block_t,
         "BLOCK_N": block_n,
+        "WIDE": block_n >= 64,
         **page,
         **reader,
     }

@@ -51,6 +51,14 @@ def test_attention(case):
     check_attention(case, "interpret", num_kv_splits=splits)
 
 
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_rows_on_the_other_axis(case):
+    plan = {"block_n": (64, 128)[ATTENTION.index(case) % 2], "num_warps": 4}
+    check_attention(
+        case, "interpret", plan=plan, num_kv_splits=(None, 3)[ATTENTION.index(case) // 3 % 2]
+    )
+
+
 @pytest.mark.parametrize("case", ATTENTION[::11], ids=str)
 def test_splits_agree(case):
     whole, whole_lse = check_attention(case, "interpret", num_kv_splits=1)

@@ -77,6 +77,130 @@ def _pairs(v):
 
 
 @triton.jit
+def _stacked(v):
+    """2, 4, 8 or 16 tiles ``[U, T]``, code p of unit u in tile p, as one: row ``u * len(v) + p``."""
+    UNITS: tl.constexpr = v[0].shape[0]
+    TOKENS: tl.constexpr = v[0].shape[1]
+    CODES: tl.constexpr = len(v)
+    joined = v
+    if CODES >= 16:
+        joined = _joined(joined)
+    if CODES >= 8:
+        joined = _joined(joined)
+    if CODES >= 4:
+        joined = _joined(joined)
+    x = tl.join(joined[0], joined[1])
+    if CODES == 16:
+        x = tl.permute(x, (0, 2, 3, 4, 5, 1))
+    elif CODES == 8:
+        x = tl.permute(x, (0, 2, 3, 4, 1))
+    elif CODES == 4:
+        x = tl.permute(x, (0, 2, 3, 1))
+    else:
+        x = tl.permute(x, (0, 2, 1))
+    return tl.reshape(x, [UNITS * CODES, TOKENS])
+
+
+@triton.jit
+def _joined(v):
+    """Half as many tensors, the one at p joined with the one half the tuple further on."""
+    HALF: tl.constexpr = len(v) // 2
+    out = ()
+    for p in tl.static_range(HALF):
+        out = out + (tl.join(v[p], v[p + HALF]),)
+    return out
+
+
+@triton.jit
+def _load_key_scale(
+    j, page, slot, first, mask_t, meta_ptr, cache_ptr, pages_ptr, head, first_token, end_token,
+    MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    META_BASE: tl.constexpr, META_HEAD_STRIDE: tl.constexpr, KEY_PAIR_LOAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The key scales of a tile's tokens, fp32 ``[BLOCK_T]``."""
+    if KEY_PAIR_LOAD:
+        # Two tokens a load: four bytes are the least that can be fetched ahead of use.
+        offs_e = 2 * tl.arange(0, BLOCK_T // 2)
+        even = j * BLOCK_T + offs_e
+        mask_even = (even >= first_token - 1) & (even < end_token)
+        if PAGE_SIZE % BLOCK_T == 0:
+            even_page = page
+            even_slot = offs_e
+        else:
+            if BLOCK_T % PAGE_SIZE == 0:
+                place = j * (BLOCK_T // PAGE_SIZE) + offs_e // PAGE_SIZE
+                even_slot = offs_e % PAGE_SIZE
+            else:
+                place = even // PAGE_SIZE
+                even_slot = even % PAGE_SIZE
+            mask_page = mask_even & (place >= first_token // PAGE_SIZE)
+            even_page = load_masked(pages_ptr + place, mask_page, MASKED).to(tl.int64)
+        pair_at = META_BASE // 4 + head * (META_HEAD_STRIDE // 4) + first // 2
+        pair_ptr = typed_ptr(cache_ptr, 4) + pair_at + even_page * (PAGE_STRIDE // 4)
+        pair = load_masked(pair_ptr + even_slot // 2, mask_even, MASKED)
+        return tl.interleave(half_to_float(pair), half_to_float(pair >> 16))
+    else:
+        return half_to_float(load_masked(meta_ptr + slot, mask_t, MASKED))
+
+
+@triton.jit
+def _wide_tile(
+    acc, m, l, z, q, row_scale, row_bias, row_const, slope, position, k, key_scale,
+    v, scale_bits, value_scale, value_zero, token, mask_t,
+    MASKED: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_ALIBI: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    KEY_KIND: tl.constexpr, KEY_CODES: tl.constexpr, VALUE_KIND: tl.constexpr,
+):  # fmt: skip
+    """What follows the loads of a tile where query rows lie on the M axis: the same numbers.
+
+    Decoded keys and values go through shared memory, once for all rows of the program, and the
+    dots are those of a group of warps.
+    """
+    if KEY_KIND == "grid":
+        operand = tl.trans(k)
+        high = tl.dot(q[0], operand, out_dtype=tl.int32)
+        low = tl.dot(q[1], operand, out_dtype=tl.int32)
+        s = (high * 128 + low).to(tl.float32) * row_scale[:, None] + row_bias[:, None]
+    else:
+        s = tl.dot(q[0], tl.trans(k[0]))
+        for p in tl.static_range(1, KEY_CODES):
+            s = tl.dot(q[p], tl.trans(k[p]), s)
+        s = s * row_scale[:, None]
+    if KEY_KIND != "fp8":
+        s = s * key_scale[None, :]
+    if HAS_OFFSET:
+        s = s + row_const[:, None]
+    if SOFTCAP > 0:
+        t = tl.exp2(tl.abs(s) * (-2 * LOG2E / SOFTCAP))
+        s = tl.where(s < 0, -SOFTCAP * LOG2E, SOFTCAP * LOG2E) * ((1 - t) / (1 + t))
+    if HAS_ALIBI:
+        s = s + slope[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
+    if MASKED:
+        seen = mask_t[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (token[None, :] > (position - WINDOW)[:, None])
+        s = tl.where(seen, s, NEVER)
+    m_new = tl.maximum(m, tl.max(s + _exponent(scale_bits)[None, :], 1))
+    weight = tl.exp2(s - m_new[:, None])
+    if MASKED:
+        weight = tl.where(seen, weight, 0.0)
+    decay = tl.exp2(m - m_new)
+    scaled = (weight * value_scale[None, :]).to(tl.float16)
+    if HAS_VALUE_SHIFT:
+        inverse = 1 / tl.where(value_scale == 0, 1.0, value_scale)
+        rounded = scaled.to(tl.float32) * inverse[None, :]
+        weight = tl.where((value_scale == 0)[None, :], weight, rounded)
+    l = l * decay + tl.sum(weight, 1)
+    if VALUE_KIND == "int":
+        z = z * decay + tl.sum(weight * value_zero[None, :], 1)
+    part = tl.dot(scaled, tl.trans(v))
+    return (acc[0] * decay[:, None] + part,), m_new, l, z
+
+
+@triton.jit
 def _tile(
     j, acc, m, l, z,
     q, row_scale, row_bias, row_const, slope, position, key_table, value_phase,
@@ -99,6 +223,7 @@ def _tile(
     VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens: scores, online softmax, weighted values."""
     offs_t = tl.arange(0, BLOCK_T)
@@ -203,101 +328,107 @@ def _tile(
 
     BLOCK_N: tl.constexpr = m.shape[0]
     if KEY_KIND == "grid":
-        wide = ()
+        lanes = ()
         for w in tl.static_range(len(words)):
-            wide = wide + (tl.reshape(words[w], [BLOCK_T, 4, BLOCK_KEY // 4]),)
-        k = decode_grid(
-            wide, key_table, key_table_ptr, KEY_BITS, KEY_CODES, KEY_PLANAR, KEY_ASM,
+            lanes = lanes + (tl.reshape(words[w], [BLOCK_T, 4, BLOCK_KEY // 4]),)
+        decoded = decode_grid(
+            lanes, key_table, key_table_ptr, KEY_BITS, KEY_CODES, KEY_PLANAR, KEY_ASM,
             KEY_CONSTRAINTS,
         )  # fmt: skip
-        parts = tl.dot(grid_operand(k, KEY_CODES), q[0], out_dtype=tl.int32)
-        high, low = tl.split(tl.reshape(parts, [BLOCK_T, BLOCK_N, 2]))
-        s = (high * 128 + low).to(tl.float32)  # [BLOCK_T, BLOCK_N]
+        k = grid_operand(decoded, KEY_CODES)
     else:
         k = decode_units(
             unit, extra, 0, key_table_ptr, KEY_KIND, KEY_BITS, KEY_CODES, KEY_PLANAR, (),
             KEY_ASM, KEY_CONSTRAINTS,
         )  # fmt: skip
-        s = tl.dot(k[0], q[0])
-        for p in tl.static_range(1, KEY_CODES):
-            s = tl.dot(k[p], q[p], s)
-        s = _even_columns(s, BLOCK_N)
-    s = s * row_scale[None, :]
-    if KEY_KIND == "grid":
-        s = s + row_bias[None, :]
-    if KEY_KIND != "fp8":
-        if KEY_PAIR_LOAD:
-            # Two tokens a load: four bytes are the least that can be fetched ahead of use.
-            offs_e = 2 * tl.arange(0, BLOCK_T // 2)
-            even = j * BLOCK_T + offs_e
-            mask_even = (even >= first_token - 1) & (even < end_token)
-            if PAGE_SIZE % BLOCK_T == 0:
-                even_page = page
-                even_slot = offs_e
-            else:
-                if BLOCK_T % PAGE_SIZE == 0:
-                    place = j * (BLOCK_T // PAGE_SIZE) + offs_e // PAGE_SIZE
-                    even_slot = offs_e % PAGE_SIZE
-                else:
-                    place = even // PAGE_SIZE
-                    even_slot = even % PAGE_SIZE
-                mask_page = mask_even & (place >= first_token // PAGE_SIZE)
-                even_page = load_masked(pages_ptr + place, mask_page, MASKED).to(tl.int64)
-            pair_at = META_BASE // 4 + head * (META_HEAD_STRIDE // 4) + first // 2
-            pair_ptr = typed_ptr(cache_ptr, 4) + pair_at + even_page * (PAGE_STRIDE // 4)
-            pair = load_masked(pair_ptr + even_slot // 2, mask_even, MASKED)
-            key_scale = tl.interleave(half_to_float(pair), half_to_float(pair >> 16))
+    if WIDE:
+        key_scale = value_scale
+        if KEY_KIND != "fp8":
+            key_scale = _load_key_scale(
+                j, page, slot, first, mask_t, meta_ptr, cache_ptr, pages_ptr, head, first_token,
+                end_token, MASKED, PAGE_SIZE, PAGE_STRIDE, META_BASE, META_HEAD_STRIDE,
+                KEY_PAIR_LOAD, BLOCK_T,
+            )  # fmt: skip
+        if VALUE_KIND != "int":
+            value_zero = value_scale
+        v = decode_units(
+            value_unit, value_extra, value_phase, value_table_ptr, VALUE_KIND, VALUE_BITS,
+            VALUE_CODES, False, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
+        )  # fmt: skip
+        return _wide_tile(
+            acc, m, l, z, q, row_scale, row_bias, row_const, slope, position, k, key_scale,
+            _stacked(v), scale_bits, value_scale, value_zero, token, mask_t, MASKED,
+            HAS_VALUE_SHIFT, SOFTCAP, HAS_OFFSET, HAS_ALIBI, CAUSAL, WINDOW, KEY_KIND, KEY_CODES,
+            VALUE_KIND,
+        )  # fmt: skip
+    else:
+        if KEY_KIND == "grid":
+            parts = tl.dot(k, q[0], out_dtype=tl.int32)
+            high, low = tl.split(tl.reshape(parts, [BLOCK_T, BLOCK_N, 2]))
+            s = (high * 128 + low).to(tl.float32)  # [BLOCK_T, BLOCK_N]
         else:
-            key_scale = half_to_float(load_masked(meta_ptr + slot, mask_t, MASKED))
-        s = s * key_scale[:, None]
-    if HAS_OFFSET:
-        s = s + row_const[None, :]
-    if SOFTCAP > 0:
-        t = tl.exp2(tl.abs(s) * (-2 * LOG2E / SOFTCAP))
-        s = tl.where(s < 0, -SOFTCAP * LOG2E, SOFTCAP * LOG2E) * ((1 - t) / (1 + t))
-    if HAS_ALIBI:
-        s = s + slope[None, :] * (token[:, None] - position[None, :]).to(tl.float32)
-    if MASKED:
-        seen = mask_t[:, None]
-        if CAUSAL:
-            seen = seen & (token[:, None] <= position[None, :])
-        if WINDOW > 0:
-            seen = seen & (token[:, None] > (position - WINDOW)[None, :])
-        s = tl.where(seen, s, NEVER)
+            s = tl.dot(k[0], q[0])
+            for p in tl.static_range(1, KEY_CODES):
+                s = tl.dot(k[p], q[p], s)
+            s = _even_columns(s, BLOCK_N)
+        s = s * row_scale[None, :]
+        if KEY_KIND == "grid":
+            s = s + row_bias[None, :]
+        if KEY_KIND != "fp8":
+            key_scale = _load_key_scale(
+                j, page, slot, first, mask_t, meta_ptr, cache_ptr, pages_ptr, head, first_token,
+                end_token, MASKED, PAGE_SIZE, PAGE_STRIDE, META_BASE, META_HEAD_STRIDE, KEY_PAIR_LOAD,
+                BLOCK_T,
+            )  # fmt: skip
+            s = s * key_scale[:, None]
+        if HAS_OFFSET:
+            s = s + row_const[None, :]
+        if SOFTCAP > 0:
+            t = tl.exp2(tl.abs(s) * (-2 * LOG2E / SOFTCAP))
+            s = tl.where(s < 0, -SOFTCAP * LOG2E, SOFTCAP * LOG2E) * ((1 - t) / (1 + t))
+        if HAS_ALIBI:
+            s = s + slope[None, :] * (token[:, None] - position[None, :]).to(tl.float32)
+        if MASKED:
+            seen = mask_t[:, None]
+            if CAUSAL:
+                seen = seen & (token[:, None] <= position[None, :])
+            if WINDOW > 0:
+                seen = seen & (token[:, None] > (position - WINDOW)[None, :])
+            s = tl.where(seen, s, NEVER)
 
-    m_new = tl.maximum(m, tl.max(s + _exponent(scale_bits)[:, None], 0))
-    weight = tl.exp2(s - m_new[None, :])
-    if MASKED:
-        weight = tl.where(seen, weight, 0.0)
-    decay = tl.exp2(m - m_new)
-    scaled = (weight * value_scale[:, None]).to(tl.float16)
-    if HAS_VALUE_SHIFT:
-        # What the offset adds cancels a mean of the coded values: all sums then take the weights
-        # as the matrix unit gets them.
-        inverse = 1 / tl.where(value_scale == 0, 1.0, value_scale)
-        rounded = scaled.to(tl.float32) * inverse[:, None]
-        weight = tl.where((value_scale == 0)[:, None], weight, rounded)
-    # One partial sum for each row of a matrix-unit tile: adding those up waits for the end.
-    l = l * decay[None, :] + _partial_sum(weight)
-    if VALUE_KIND == "int":
-        z = z * decay[None, :] + _partial_sum(weight * value_zero[:, None])
-    v = decode_units(
-        value_unit, value_extra, value_phase, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES,
-        False, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
-    )  # fmt: skip
-    if VALUE_PAIRED:
-        v = _pairs(v)
-    columns = scaled
-    if BLOCK_N < 8:
-        columns = tl.broadcast_to(scaled[:, :, None], [BLOCK_T, BLOCK_N, 2])
-        columns = tl.reshape(columns, [BLOCK_T, 2 * BLOCK_N])
-    new = ()
-    for p in tl.static_range(len(v)):
-        # The matrix unit truncates what it adds to an accumulator, a bias that grows with the
-        # number of tiles. So it starts each tile from zero, and the tiles are added up here.
-        part = _even_columns(tl.dot(v[p], columns), BLOCK_N)
-        new = new + (tl.fma(acc[p], decay[None, :] + tl.zeros_like(acc[p]), part),)
-    return new, m_new, l, z
+        m_new = tl.maximum(m, tl.max(s + _exponent(scale_bits)[:, None], 0))
+        weight = tl.exp2(s - m_new[None, :])
+        if MASKED:
+            weight = tl.where(seen, weight, 0.0)
+        decay = tl.exp2(m - m_new)
+        scaled = (weight * value_scale[:, None]).to(tl.float16)
+        if HAS_VALUE_SHIFT:
+            # What the offset adds cancels a mean of the coded values: all sums then take the weights
+            # as the matrix unit gets them.
+            inverse = 1 / tl.where(value_scale == 0, 1.0, value_scale)
+            rounded = scaled.to(tl.float32) * inverse[:, None]
+            weight = tl.where((value_scale == 0)[:, None], weight, rounded)
+        # One partial sum for each row of a matrix-unit tile: adding those up waits for the end.
+        l = l * decay[None, :] + _partial_sum(weight)
+        if VALUE_KIND == "int":
+            z = z * decay[None, :] + _partial_sum(weight * value_zero[:, None])
+        v = decode_units(
+            value_unit, value_extra, value_phase, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES,
+            False, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
+        )  # fmt: skip
+        if VALUE_PAIRED:
+            v = _pairs(v)
+        columns = scaled
+        if BLOCK_N < 8:
+            columns = tl.broadcast_to(scaled[:, :, None], [BLOCK_T, BLOCK_N, 2])
+            columns = tl.reshape(columns, [BLOCK_T, 2 * BLOCK_N])
+        new = ()
+        for p in tl.static_range(len(v)):
+            # The matrix unit truncates what it adds to an accumulator, a bias that grows with the
+            # number of tiles. So it starts each tile from zero, and the tiles are added up here.
+            part = _even_columns(tl.dot(v[p], columns), BLOCK_N)
+            new = new + (tl.fma(acc[p], decay[None, :] + tl.zeros_like(acc[p]), part),)
+        return new, m_new, l, z
 
 
 @triton.jit(
@@ -330,13 +461,14 @@ def attention(
     VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One (block of query rows, KV head, KV split).
 
     ``PARTIAL``: ``out_ptr`` is fp32 ``[N * Hq, num_splits, D]`` of unnormalised sums and
     ``lse_ptr`` fp32 ``[N * Hq, num_splits, 2]`` of (maximum, sum); a split that saw nothing writes
     only a zero sum. Otherwise they are the output and the natural-log LSE ``[N, Hq]``.
+    ``WIDE``: query rows lie on the M axis of the dots, for blocks of 64 rows or more.
     ``DECODE``: row b belongs to sequence b; otherwise ``num_blocks`` covers every sequence's rows
     and the rows past the last sequence, found by bisection of ``query_start_loc``.
     """
@@ -425,8 +557,20 @@ def attention(
     q = ()
     if KEY_KIND == "grid":
         offs_k = tl.arange(0, BLOCK_KEY * KEY_CODES)
-        at = (flat_c * 2 + offs_c % 2)[None, :] * (BLOCK_KEY * KEY_CODES) + offs_k[:, None]
-        q = (tl.load(query_ptr + at, mask=mask_c[None, :], other=0),)
+        if WIDE:
+            at = (flat * 2 * BLOCK_KEY * KEY_CODES)[:, None] + offs_k[None, :]
+            q = (tl.load(query_ptr + at, mask=mask_n[:, None], other=0),)
+            at = at + BLOCK_KEY * KEY_CODES
+            q = q + (tl.load(query_ptr + at, mask=mask_n[:, None], other=0),)
+        else:
+            at = (flat_c * 2 + offs_c % 2)[None, :] * (BLOCK_KEY * KEY_CODES) + offs_k[:, None]
+            q = (tl.load(query_ptr + at, mask=mask_c[None, :], other=0),)
+    elif WIDE:
+        offs_u = tl.arange(0, BLOCK_KEY)
+        for p in tl.static_range(KEY_CODES):
+            at = flat[:, None] * HEAD_DIM + (offs_u * KEY_CODES + p)[None, :]
+            mask_q = mask_n[:, None] & (offs_u < NUM_KEY)[None, :]
+            q = q + (tl.load(query_ptr + at, mask=mask_q, other=0.0),)
     else:
         offs_u = tl.arange(0, BLOCK_KEY)
         mask_c = mask_c & (offs_c % TIMES == 0)
@@ -439,7 +583,10 @@ def attention(
     row_scale = tl.load(row_terms_ptr + flat, mask=mask_n, other=0.0) * UNIT
     row_bias = tl.zeros_like(row_scale)
     if KEY_KIND == "grid" and KEY_BIAS != 0:
-        high, low = tl.split(tl.reshape(tl.sum(q[0].to(tl.int32), 0), [BLOCK_N, 2]))
+        if WIDE:
+            high, low = tl.sum(q[0].to(tl.int32), 1), tl.sum(q[1].to(tl.int32), 1)
+        else:
+            high, low = tl.split(tl.reshape(tl.sum(q[0].to(tl.int32), 0), [BLOCK_N, 2]))
         row_bias = (high * 128 + low).to(tl.float32) * row_scale * -KEY_BIAS
     row_const = row_scale
     if HAS_OFFSET:
@@ -450,14 +597,19 @@ def attention(
         slope = tl.load(slopes_ptr + query_head, mask=mask_n, other=0.0) * LOG2E
 
     m = tl.full([BLOCK_N], NEVER, tl.float32)
-    l = tl.zeros([8, BLOCK_N], tl.float32)
-    z = tl.zeros([8, BLOCK_N], tl.float32)
     acc = ()
     # Rows of a matrix of values, and codes of a unit that are rows of one.
     TOGETHER: tl.constexpr = 2 if VALUE_PAIRED else 1
     ROWS: tl.constexpr = BLOCK_VALUE * TOGETHER
-    for _ in tl.static_range(VALUE_CODES // TOGETHER):
-        acc = acc + (tl.zeros([ROWS, BLOCK_N], tl.float32),)
+    if WIDE:
+        l = tl.zeros([BLOCK_N], tl.float32)
+        z = tl.zeros([BLOCK_N], tl.float32)
+        acc = (tl.zeros([BLOCK_N, BLOCK_VALUE * VALUE_CODES], tl.float32),)
+    else:
+        l = tl.zeros([8, BLOCK_N], tl.float32)
+        z = tl.zeros([8, BLOCK_N], tl.float32)
+        for _ in tl.static_range(VALUE_CODES // TOGETHER):
+            acc = acc + (tl.zeros([ROWS, BLOCK_N], tl.float32),)
     # A block of one position needs no mask of its own: the range of tokens says it all.
     ROW_CAUSAL: tl.constexpr = CAUSAL and not DECODE
     ROW_WINDOW: tl.constexpr = 0 if DECODE else WINDOW
@@ -473,7 +625,7 @@ def attention(
             KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_ASM,
             KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
             VALUE_PAIRED, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE,
-            BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
+            BLOCK_T, BLOCK_KEY, BLOCK_VALUE, WIDE,
         )  # fmt: skip
     # The other tiles, masked: those before the whole ones, then those after.
     before = whole_start - start
@@ -489,13 +641,12 @@ def attention(
             KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_ASM,
             KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
             VALUE_PAIRED, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY, NUM_VALUE,
-            BLOCK_T, BLOCK_KEY, BLOCK_VALUE,
+            BLOCK_T, BLOCK_KEY, BLOCK_VALUE, WIDE,
         )  # fmt: skip
 
-    l = tl.sum(l, 0)
-    z = tl.sum(z, 0)
-    offs_r = tl.arange(0, ROWS)
-    mask_d = offs_r % BLOCK_VALUE < NUM_VALUE
+    if not WIDE:
+        l = tl.sum(l, 0)
+        z = tl.sum(z, 0)
     mask_row = mask_n
     if PARTIAL:
         part = flat * num_splits + split
@@ -518,14 +669,25 @@ def attention(
         lse = tl.where(l != 0, (m + tl.log2(total)) * LN2, nothing)
         tl.store(lse_ptr + flat, lse, mask=mask_n)
         norm = 1 / tl.where(total != 0, total, 1.0)
-    for p in tl.static_range(VALUE_CODES // TOGETHER):
-        offs_d = offs_r % BLOCK_VALUE * VALUE_CODES + p
-        offs_d = offs_d + offs_r // BLOCK_VALUE * (VALUE_CODES // TOGETHER)
-        mask_out = mask_row[None, :] & mask_d[:, None]
-        if VALUE_KIND == "int":
-            o = acc[p] * (VALUE_FACTOR / 2 ** (VALUE_BITS * p % 8))
+    for p in tl.static_range(len(acc)):
+        if WIDE:
+            offs_d = tl.arange(0, BLOCK_VALUE * VALUE_CODES)
+            mask_d = offs_d < HEAD_DIM
+            o = tl.trans(acc[p])
         else:
-            o = acc[p] * VALUE_FACTOR
+            offs_r = tl.arange(0, ROWS)
+            mask_d = offs_r % BLOCK_VALUE < NUM_VALUE
+            offs_d = offs_r % BLOCK_VALUE * VALUE_CODES + p
+            offs_d = offs_d + offs_r // BLOCK_VALUE * (VALUE_CODES // TOGETHER)
+            o = acc[p]
+        mask_out = mask_row[None, :] & mask_d[:, None]
+        if VALUE_KIND == "int" and WIDE:
+            place = 1 << (offs_d % VALUE_CODES * VALUE_BITS % 8)
+            o = o * (VALUE_FACTOR / place.to(tl.float32))[:, None]
+        elif VALUE_KIND == "int":
+            o = o * (VALUE_FACTOR / 2 ** (VALUE_BITS * p % 8))
+        else:
+            o = o * VALUE_FACTOR
         if not PARTIAL:
             if HAS_SINKS:
                 o = o * decay[None, :]
