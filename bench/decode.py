@@ -86,6 +86,10 @@ def add_grid_arguments(
     add("--all-orders", action="store_true", help="every byte order")
     splits = "KV splits, comma-separated; default: the plan's own"
     add("--splits", type=listed(positive), default=None, help=splits)
+    add(
+        "--plan", type=gpu.overrides, action="append", default=None, metavar="NAME=NUMBER,...",
+        help="overrides of the plan, also several times: each is timed, and not recorded",
+    )  # fmt: skip
     return group
 
 
@@ -98,6 +102,12 @@ def add_common_arguments(parser: argparse.ArgumentParser, csv: str) -> None:
     parser.add_argument("--commit", default=None, help="recorded; default: asked of git")
 
 
+def alternatives(arguments: argparse.Namespace) -> list[tuple[tuple[str, int], ...]]:
+    """The overrides that are asked for, one empty one where none are."""
+    splits = [(("num_splits", n),) for n in arguments.splits or []]
+    return [*splits, *(arguments.plan or [])] or [()]
+
+
 def grid(arguments: argparse.Namespace, query_lens: Sequence[int]) -> list[gpu.Item]:
     """Every combination that the arguments name."""
     return [
@@ -107,7 +117,7 @@ def grid(arguments: argparse.Namespace, query_lens: Sequence[int]) -> list[gpu.I
         for preset in arguments.presets
         for page_size in arguments.page_sizes or ([64, 16] if arguments.grid else [64])
         for order in (ORDERS if arguments.all_orders else arguments.orders)
-        for overrides in [(("num_splits", n),) for n in arguments.splits or []] or [()]
+        for overrides in alternatives(arguments)
     ]
 
 

@@ -139,6 +139,14 @@ def order(text: str) -> str:
     return text
 
 
+def overrides(text: str) -> tuple[tuple[str, int], ...]:
+    """``"block_n=128,num_warps=8"``; what a plan cannot have is refused when it is made."""
+    if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
+        raise argparse.ArgumentTypeError(f"expected name=number,..., got {text!r}")
+    pairs = (part.split("=") for part in text.split(","))
+    return tuple((name, int(number)) for name, number in pairs)
+
+
 def replays(text: str) -> int:
     """How often a graph is timed: enough for a median and quartiles."""
     if not text.isdecimal() or int(text) < 20:
@@ -376,6 +384,7 @@ def name_of(row: Mapping[str, Any]) -> str:
     """What a row is about, for people."""
     names = [row["provider"], row["preset"] or row["dtype"], row["order"]]
     names += [f"P{row['page_size']}"] if row["page_size"] else []
+    names.append(row.get("plan", ""))
     return " ".join(filter(None, names))
 
 
@@ -428,16 +437,19 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def append_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows, with a header where the file is new; another header is refused."""
+    """Appends rows, with a header where the file is new; another header is refused.
+
+    Rows of a plan with other overrides than the splits are left out: no column tells them apart.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     if not new and path.read_text().splitlines()[:1] != [",".join(COLUMNS)]:
         raise ValueError(f"{path}: has other columns")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
         if new:
             writer.writeheader()
-        for row in rows:
+        for row in (r for r in rows if not r.get("plan")):
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
 
 

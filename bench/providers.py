@@ -70,6 +70,7 @@ def packed_run(
     fields = {
         "preset": item.preset, "dtype": "bfloat16", "page_size": data.layout.page_size,
         "order": data.layout.order, "num_splits": plan_of(query, data, item).num_splits,
+        "plan": " ".join(f"{n}={v}" for n, v in item.overrides if n != "num_splits"),
     }  # fmt: skip
     num_bytes = item.shape.B * item.shape.L * data.layout.bytes_per_token
     return Run(provider, calls, num_bytes, fields)

@@ -79,6 +79,23 @@ def test_grid_has_every_combination():
     assert items[0].label == "4bit token P16 num_splits 1"
 
 
+def test_plans_are_timed_and_not_recorded(on_cpu, tmp_path, capsys, monkeypatch):
+    made = arguments(
+        decode, "--plan", "block_n=16,num_warps=2", "--plan", "block_t=32", "--splits", "3"
+    )
+    plans = [i.plan for i in decode.grid(made, [1])][:3]
+    assert plans == [{"num_splits": 3}, {"block_n": 16, "num_warps": 2}, {"block_t": 32}]
+    with pytest.raises(SystemExit):
+        arguments(decode, "--plan", "block_n=x")
+    path = tmp_path / "rows.csv"
+    words = ("--presets", "4bit", "--shapes", "2:32:2:2:32", "--page-size", "16")
+    monkeypatch.setattr(gpu, "BACKEND", "native")
+    monkeypatch.setattr(gpu.Item, "plan", None)
+    assert run(decode, path, *words, "--plan", "block_t=32") == 0
+    assert "4bit planes P16 block_t=32" in capsys.readouterr().out
+    assert all(r["provider"] != "tq_torch" for r in csv.DictReader(path.read_text().splitlines()))
+
+
 def test_order_and_size_are_lists_under_both_names():
     made = arguments(decode, "--order", "head,token", "--page-sizes", "16,16,32")
     assert (made.orders, made.page_sizes) == (["head", "token"], [16, 32])

@@ -39,13 +39,14 @@ WIDE = {
         "num_seqs": 2,
         "features": {"sliding_window": 100, "softcap": 30.0, "sinks": True, "alibi": True},
     },
+    "rows on the M axis": {"query_len": 2048, "num_seqs": 2, "overrides": {"block_n": 128}},
     "head_dim 72, one page a token": {"head_dim": 72, "page_size": 1, "group": 7},
     "head_dim 576": {"head_dim": 576, "group": 16, "page_size": 16},
 }
 
 
 @pytest.mark.parametrize("target", DEVICES)
-@pytest.mark.parametrize("shape", ["decode", "chunk with every feature"])
+@pytest.mark.parametrize("shape", ["decode", "chunk with every feature", "rows on the M axis"])
 def test_attention_of_every_target(shape, target):
     for launch in attention_plan("4bit", target, **WIDE[shape]).launches:
         compile_launch(launch, target)
@@ -104,6 +105,17 @@ def test_budget(preset):
     assert made.stack_bytes <= stack
     assert made.programs(plan.num_warps) >= programs
     assert (made.operations["HMMA"], made.operations["IMMA"]) == matrix
+
+
+@pytest.mark.parametrize("preset, most", [("4bit", 800), ("3bit", 820), ("k8v4", 680)])
+def test_budget_of_rows_on_the_m_axis(preset, most):
+    """Instructions of a warp for 64 rows and 64 tokens of its group of warps."""
+    plan = attention_plan(preset, query_len=2048, num_seqs=1, overrides={"block_n": 128}).attention
+    made = report(compile_launch(plan, "sm_90"))
+    assert plan.num_warps == 8
+    assert made.loop <= most * ROOM
+    assert made.stack_bytes <= 32
+    assert made.operations["IGMMA"] + made.operations["HGMMA"] >= 12
 
 
 @pytest.mark.parametrize("num_splits", [2, 16, 64, 256])
