@@ -86,43 +86,68 @@ def _on_its_device(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-def _nothing(*args: Any) -> None:
-    """The launch of a kernel with an empty grid."""
+class _Kernel:
+    """A kernel with its grid and constants, called with arrays and integers.
+
+    Triton looks at every argument, constants included, before it finds what it has compiled. That
+    takes longer than many a launch, and only the alignment of arrays can differ here: so what it
+    has found is kept by that.
+    """
+
+    def __init__(self, launch: dispatch.Launch) -> None:
+        function = getattr(kernels.load(), launch.kernel)
+        constants = dict(launch.constexprs)
+        self._grid = (launch.grid, 1, 1)
+        self._find = partial(
+            function[self._grid],
+            **constants,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            enable_fp_fusion=True,
+            **({"launch_pdl": True} if launch.pdl else {}),
+        )
+        self._constants = tuple(constants[n] for n in function.arg_names if n in constants)
+        self._found: dict[tuple[bool, ...], Callable[..., Any]] = {}
+
+    def __call__(self, arrays: list[torch.Tensor], integers: tuple[int, ...], num_in: int) -> None:
+        """Launches; the first ``num_in`` of ``arrays`` are inputs, before the integers."""
+        key = tuple([x.data_ptr() & 15 == 0 for x in arrays])
+        arguments = (*arrays[:num_in], *integers, *arrays[num_in:])
+        launch = self._found.get(key)
+        if launch is not None:
+            launch(*arguments, *self._constants)
+            return
+        compiled = self._find(*arguments)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self._found[key] = compiled[self._grid]
 
 
 class _Step(NamedTuple):
-    """A launch, ready to be called with its arrays."""
+    """A launch, ready to be called with its arrays; no kernel where it has no programs."""
 
-    run: Callable[..., Any]
+    kernel: _Kernel | None
     inputs: tuple[str, ...]
     integers: tuple[int, ...]
     outputs: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 def _step(launch: dispatch.Launch) -> _Step:
-    run: Callable[..., Any] = _nothing
-    if launch.grid:
-        run = partial(
-            getattr(kernels.load(), launch.kernel)[(launch.grid,)],
-            **dict(launch.constexprs),
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-            enable_fp_fusion=True,
-            **({"launch_pdl": True} if launch.pdl else {}),
-        )
+    kernel = _Kernel(launch) if launch.grid else None
     outputs = tuple((o.name, o.shape, getattr(torch, o.dtype)) for o in launch.outputs)
-    return _Step(run, launch.inputs, launch.integers, outputs)
+    return _Step(kernel, launch.inputs, launch.integers, outputs)
 
 
 def _run(steps: tuple[_Step, ...], arrays: dict[str, torch.Tensor], device: torch.device) -> None:
     """Launches ``steps`` on ``arrays`` by name; outputs that are not there are allocated."""
     for step in steps:
-        outputs = []
         for name, shape, dtype in step.outputs:
             if name not in arrays:
                 arrays[name] = torch.empty(shape, dtype=dtype, device=device)
-            outputs.append(arrays[name])
-        step.run(*[arrays[name] for name in step.inputs], *step.integers, *outputs)
+        if step.kernel is not None:
+            given = [arrays[name] for name in step.inputs]
+            outputs = [arrays[name] for name, _, _ in step.outputs]
+            step.kernel(given + outputs, step.integers, len(given))
 
 
 def align(tensor: torch.Tensor) -> int:

@@ -1,14 +1,16 @@
-"""The launcher's buffers: what they are read from, how long they live."""
+"""The launcher: its buffers and how long they live, and what it looks up only once."""
 
 from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tq_core import Codec, QuantConfig
+from tq_core import Codec, QuantConfig, dispatch
 from tq_torch import launch
 
 CPU = torch.device("cpu")
@@ -73,3 +75,87 @@ def test_align(offset, align):
     memory = torch.empty(64, dtype=torch.uint8)
     start = -memory.data_ptr() % 16
     assert launch.align(memory[start + offset :]) == align
+
+
+class Compiler:
+    """In place of a Triton kernel: notes what is looked up and what is launched."""
+
+    arg_names = ("a_ptr", "count", "out_ptr", "FIRST", "SECOND")
+
+    def __init__(self, compiles=True):
+        self.compiles = compiles
+        self.found, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def find(*arguments, **options):
+            self.found.append((grid, arguments, options))
+            return self.Compiled(self) if self.compiles else None
+
+        return find
+
+    class Compiled:
+        def __init__(self, owner):
+            self.owner = owner
+
+        def __getitem__(self, grid):
+            return lambda *arguments: self.owner.launched.append((grid, arguments))
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    made = Compiler()
+    monkeypatch.setattr(launch.kernels, "load", lambda: SimpleNamespace(store=made))
+    return made
+
+
+def a_launch(**changes):
+    made = dispatch.Launch(
+        "store", 5, ("a",), (7,), (dispatch.Buffer("out", (3,), "float32"),),
+        (("SECOND", "two"), ("FIRST", 1)), 4, 2,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def test_a_kernel_is_looked_up_once_for_each_alignment(compiler):
+    memory = torch.empty(64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16
+    aligned, shifted = memory[start : start + 8], memory[start + 1 : start + 9]
+    steps = (launch._step(a_launch()),)
+    for a in (aligned, aligned, shifted, shifted, aligned):
+        arrays = {"a": a, "out": aligned}
+        launch._run(steps, arrays, CPU)
+    options = {"FIRST": 1, "SECOND": "two", "num_warps": 4, "num_stages": 2}
+    assert [(grid, given[1], kept) for grid, given, kept in compiler.found] == [
+        ((5, 1, 1), 7, {**options, "enable_fp_fusion": True})
+    ] * 2
+    assert [given[0] is aligned for _, given, _ in compiler.found] == [True, False]
+    # Constants follow in the order of the kernel's parameters.
+    assert [(grid, given[1], given[3:]) for grid, given in compiler.launched] == [
+        ((5, 1, 1), 7, (1, "two"))
+    ] * 3
+    assert [given[0] is aligned for _, given in compiler.launched] == [True, False, True]
+
+
+def test_outputs_are_allocated_and_kept(compiler):
+    arrays = {"a": torch.zeros(3)}
+    launch._run((launch._step(a_launch(pdl=True)),), arrays, CPU)
+    ((_, given, options),) = compiler.found
+    assert options["launch_pdl"] is True
+    assert arrays["out"].shape == (3,)
+    assert given[2] is arrays["out"]
+
+
+def test_what_is_interpreted_is_asked_each_time(compiler):
+    compiler.compiles = False
+    steps = (launch._step(a_launch()),)
+    for _ in range(2):
+        launch._run(steps, {"a": torch.zeros(3)}, CPU)
+    assert len(compiler.found) == 2
+    assert compiler.launched == []
+
+
+def test_no_programs_no_kernel(compiler):
+    arrays = {"a": torch.zeros(3)}
+    launch._run((launch._step(a_launch(grid=0)),), arrays, CPU)
+    assert compiler.found == []
+    assert arrays["out"].shape == (3,)
