@@ -36,6 +36,8 @@ def main(presets: list[str]) -> None:
             replace(case, extras=ALL, dtype="bfloat16"), "triton", "cuda", num_kv_splits=3
         )
         check_attention(features, "triton", "cuda", num_kv_splits=2)
+        check_attention(features, "triton", "cuda", num_kv_splits=40)
+        check_attention(features, "triton", "cuda", plan={"block_n": 64})
         check_dequantize(case, "triton", "cuda")
         store = StoreCase(config, case.head_dim, case.page_size, case.order, dtype=case.dtype)
         check_store(store, "triton", "cuda")

@@ -56,6 +56,26 @@ def test_attention_in_three_splits(case):
     check_attention(case, "triton", "cuda", num_kv_splits=3)
 
 
+@pytest.mark.parametrize("case", ATTENTION[::2], ids=str)
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_rows_on_the_m_axis(case, block_n):
+    """The same numbers as with tokens there, but for the order of sums."""
+    want = check_attention(case, "triton", "cuda")
+    have = check_attention(case, "triton", "cuda", plan={"block_n": block_n})
+    again = check_attention(case, "triton", "cuda", plan={"block_n": block_n})
+    assert all(torch.equal(a, b) for a, b in zip(have, again, strict=True))
+    assert (have[0].double() - want[0].double()).norm() <= 3e-3 * want[0].double().norm() + 1e-6
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_long_chunks_with_rows_on_the_m_axis(preset):
+    config = QuantConfig.preset(preset)
+    case = AttentionCase(config, 128, 64, batch=((300, 2100), (1, 900), (64, 64), (0, 5)), group=4)
+    for splits in (1, 4):
+        plan = {"block_n": 128, "num_splits": splits}
+        check_attention(case, "triton", "cuda", plan=plan)
+
+
 @pytest.mark.parametrize("case", ATTENTION[::4], ids=str)
 def test_hints_change_nothing_but_the_plan(case):
     rows, tokens = zip(*case.batch, strict=True)
