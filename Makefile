@@ -41,7 +41,7 @@ format: $(READY) ## repair style and formatting
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-typecheck: $(READY) ## check the types of tq_core
+typecheck: $(READY) ## check the types of tq_core and tq_cli
 	$(PY) -m mypy
 
 bench-cpu: $(READY) ## measure on the CPU

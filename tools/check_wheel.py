@@ -1,11 +1,11 @@
-"""Check the one wheel in a folder: our three packages, nothing beside them, numpy alone as base."""
+"""Check the one wheel in a folder: our four packages, nothing beside them, numpy alone as base."""
 
 import sys
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
-PACKAGES = {"tq_core", "tq_torch", "tq_jax"}
+PACKAGES = {"tq_core", "tq_torch", "tq_jax", "tq_cli"}
 
 
 def problems(wheel: Path) -> list[str]:

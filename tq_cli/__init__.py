@@ -1,0 +1,1 @@
+"""The command ``tq``: what this machine can run, and what fits into its memory."""
