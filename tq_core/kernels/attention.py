@@ -78,7 +78,7 @@ def _pairs(v):
 
 @triton.jit
 def _stacked(v):
-    """2, 4, 8 or 16 tiles ``[U, T]``, code p of unit u in tile p, as one: row ``u * len(v) + p``."""
+    """2 to 16 tiles ``[U, T]``, code p of unit u in tile p, as one: row ``u * len(v) + p``."""
     UNITS: tl.constexpr = v[0].shape[0]
     TOKENS: tl.constexpr = v[0].shape[1]
     CODES: tl.constexpr = len(v)
@@ -377,8 +377,8 @@ def _tile(
         if KEY_KIND != "fp8":
             key_scale = _load_key_scale(
                 j, page, slot, first, mask_t, meta_ptr, cache_ptr, pages_ptr, head, first_token,
-                end_token, MASKED, PAGE_SIZE, PAGE_STRIDE, META_BASE, META_HEAD_STRIDE, KEY_PAIR_LOAD,
-                BLOCK_T,
+                end_token, MASKED, PAGE_SIZE, PAGE_STRIDE, META_BASE, META_HEAD_STRIDE,
+                KEY_PAIR_LOAD, BLOCK_T,
             )  # fmt: skip
             s = s * key_scale[:, None]
         if HAS_OFFSET:
@@ -403,8 +403,8 @@ def _tile(
         decay = tl.exp2(m - m_new)
         scaled = (weight * value_scale[:, None]).to(tl.float16)
         if HAS_VALUE_SHIFT:
-            # What the offset adds cancels a mean of the coded values: all sums then take the weights
-            # as the matrix unit gets them.
+            # What the offset adds cancels a mean of the coded values: all sums then take the
+            # weights as the matrix unit gets them.
             inverse = 1 / tl.where(value_scale == 0, 1.0, value_scale)
             rounded = scaled.to(tl.float32) * inverse[:, None]
             weight = tl.where((value_scale == 0)[:, None], weight, rounded)
@@ -413,8 +413,8 @@ def _tile(
         if VALUE_KIND == "int":
             z = z * decay[None, :] + _partial_sum(weight * value_zero[:, None])
         v = decode_units(
-            value_unit, value_extra, value_phase, value_table_ptr, VALUE_KIND, VALUE_BITS, VALUE_CODES,
-            False, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
+            value_unit, value_extra, value_phase, value_table_ptr, VALUE_KIND, VALUE_BITS,
+            VALUE_CODES, False, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS,
         )  # fmt: skip
         if VALUE_PAIRED:
             v = _pairs(v)
