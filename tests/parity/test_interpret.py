@@ -69,13 +69,16 @@ class Recorder:
         recorder = self
 
         class Kernel:
+            arg_names = tuple(inspect.signature(kernel.fn).parameters)
+
             def __getitem__(self, grid):
                 def run(*args, **constexprs):
                     names = inspect.signature(kernel.fn).parameters
                     given = dict(zip(names, args, strict=False)) | {
                         name: value for name, value in constexprs.items() if name in names
                     }
-                    recorder.launches.append((kernel.fn, grid, recorder.described(given)))
+                    whole = (*grid, 1, 1)[:3]
+                    recorder.launches.append((kernel.fn, whole, recorder.described(given)))
 
                 return run
 
