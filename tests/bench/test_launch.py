@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,31 +13,10 @@ from bench import gpu, launch
 WORDS = ("--shape", "2:100:2:2:32", "--page-size", "16", "--rounds", "20")
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Graphs call what was captured; gives the captured runs."""
-    captured = []
-
-    def capture(run):
-        captured.append(run)
-        run.calls[0]()
-        return gpu.Graph(SimpleNamespace(replay=run.calls[0]), 1)
-
-    ticks = count(1)
-    event = SimpleNamespace(
-        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: next(ticks)
-    )
-    environment = dict.fromkeys(launch.COLUMNS[:7], "x")
-    monkeypatch.setattr(gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu, "BACKEND", "native")
-    monkeypatch.setattr(gpu, "require_gpu", lambda: True)
-    monkeypatch.setattr(gpu, "environment", lambda commit: environment)
-    monkeypatch.setattr(gpu, "capture", capture)
+@pytest.fixture(autouse=True)
+def few_calls(on_cpu, monkeypatch):
     monkeypatch.setattr(launch, "CALLS", 1)
     monkeypatch.setattr(launch, "SMALL", gpu.Shape(1, 16, 2, 2, 32))
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return captured
 
 
 def run(path, *words):
@@ -48,7 +25,7 @@ def run(path, *words):
     return launch.run(parser.parse_args([*WORDS, *words, "--csv", str(path)]))
 
 
-def test_rows(on_cpu, tmp_path, capsys):
+def test_rows(tmp_path, capsys):
     path = tmp_path / "launch.csv"
     assert run(path) == run(path) == 0
     rows = list(csv.DictReader(path.read_text().splitlines()))
@@ -62,7 +39,7 @@ def test_rows(on_cpu, tmp_path, capsys):
     assert "eager call, host" in capsys.readouterr().out
 
 
-def test_another_output_is_not_recorded(on_cpu, tmp_path, capsys, monkeypatch):
+def test_another_output_is_not_recorded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch, "equal", lambda a, b: False)
     path = tmp_path / "launch.csv"
     assert run(path) == 1
