@@ -436,21 +436,20 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def append_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows, with a header where the file is new; another header is refused.
-
-    Rows of a plan with other overrides than the splits are left out: no column tells them apart.
-    """
+def append_csv(
+    path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str] = COLUMNS
+) -> None:
+    """Appends rows, with a header where the file is new; another header is refused."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
-    if not new and path.read_text().splitlines()[:1] != [",".join(COLUMNS)]:
+    if not new and path.read_text().splitlines()[:1] != [",".join(columns)]:
         raise ValueError(f"{path}: has other columns")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:
             writer.writeheader()
-        for row in (r for r in rows if not r.get("plan")):
-            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+        for row in rows:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def jobs_that_fit(jobs: int, num_items: int, item_bytes: int, free_bytes: int) -> int:

@@ -9,11 +9,9 @@ call must then give the same bits.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     if problem:
         print(problem)
         return 1
-    write(arguments.csv, [{**gpu.environment(arguments.commit), **row} for row in rows])
+    environment = gpu.environment(arguments.commit)
+    gpu.append_csv(arguments.csv, [{**environment, **row} for row in rows], COLUMNS)
     return 0
 
 
@@ -116,14 +115,3 @@ def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     attend(out=out)
     equal = torch.equal(have, out)
     return rows, "" if equal else "a graph captured at length 1 gives other bits at length L"
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Appends the rows; a new file gets a header."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})

@@ -14,7 +14,6 @@ do not fit into the device's memory together.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -276,7 +275,7 @@ def run(arguments: argparse.Namespace) -> int:
         show(shape, with_ratios(rows))
         for name, reason in skipped.items():
             print(f"{name}: not timed, {reason}")
-        append_csv(arguments.csv, [{**environment, **row} for row in rows])
+        gpu.append_csv(arguments.csv, [{**environment, **row} for row in rows], COLUMNS)
     return 0
 
 
@@ -374,17 +373,3 @@ def show(shape: gpu.Shape, rows: Sequence[Mapping[str, Any]]) -> None:
         speed = f"{row['tokens_per_second']:.1f}"
         lines.append((name, *times, speed, gigabytes, f"{ratio:.2f}" if ratio != "" else ""))
     print_table(("", "us", "25-75 %", "tokens/s", "cache GB", "x bf16"), lines)
-
-
-def append_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Appends rows, with a header where the file is new; another header is refused."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    if not new and path.read_text().splitlines()[:1] != [",".join(COLUMNS)]:
-        raise ValueError(f"{path}: has other columns")
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})

@@ -9,10 +9,9 @@ calls find them. Every shape's best time and that of the plan from numbers go to
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ VARIANTS: tuple[dict[str, int], ...] = (
     {"num_stages": 2},
     {"num_stages": 7},
 )
+#: The default, named: where a call overrides anything, no plan on file is looked at.
+FROM_NUMBERS = (("asm", 1),)
 #: Share of the planned time that a measured plan saves at least.
 WORTH = 0.02
 FOLDER = Path(tq_core.plans.__file__).parent
@@ -55,12 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     environment = gpu.environment(arguments.commit)
     plans = Plans(arguments.folder / tq_core.plans.file_name(environment["device"]))
-    # What is compared with is the plan from numbers, whatever is on file.
-    tq_core.plans.load = lambda device: {}  # type: ignore[assignment]
-    tq_core.plans.nearest.cache_clear()
     rows = list(measure(arguments, plans))
     plans.write(environment)
-    write_csv(arguments.csv, [{**environment, **row} for row in rows])
+    gpu.append_csv(arguments.csv, [{**environment, **row} for row in rows], COLUMNS)
     worst = max((r["us_planned"] / r["us_measured"] for r in rows), default=1.0)
     print(f"{len(rows)} shapes; a plan from numbers takes at most {worst:.2f} times the best one's")
     return 0
@@ -94,7 +92,7 @@ class Plans:
 
 
 def candidates(item: gpu.Item, planned: int) -> list[gpu.Item]:
-    """The planned launch, and its variants with as many splits, some more and some fewer."""
+    """``item`` as it is, and variants with as many splits as planned, some more and some fewer."""
     place = SPLITS.index(planned)
     near = SPLITS[max(0, place - 2) : place + 3]
     most = max(1, -(-item.shape.L // 32))
@@ -109,7 +107,7 @@ def candidates(item: gpu.Item, planned: int) -> list[gpu.Item]:
 @torch.inference_mode()
 def measure(arguments: argparse.Namespace, plans: Plans) -> Iterator[dict[str, Any]]:
     """Times everything, shape by shape; gives the rows of the CSV file."""
-    items = decode.grid(arguments, [1])
+    items = [i._replace(overrides=FROM_NUMBERS) for i in decode.grid(arguments, [1])]
     # Kernels do not depend on lengths and numbers of sequences, so one of each compiles them all.
     kernels = {(i.preset, i.page_size, i.order, i.shape.g, i.shape.D): i for i in items}
     small = [
@@ -138,11 +136,13 @@ def measure(arguments: argparse.Namespace, plans: Plans) -> Iterator[dict[str, A
         index = {id(run): candidate for run, candidate in zip(runs, tried, strict=True)}
         times = [(t.median, index[id(run)]) for run, t in timed]
         base = times[0][0]
-        us, best = min(times, key=lambda pair: pair[0])
+        fastest = sorted(times, key=lambda pair: pair[0])[:4]
+        us, best = fastest[0]
         plan = dict(best.overrides) if us < (1 - WORTH) * base else {}
         plans.put(item, plan)
-        fastest = sorted(times, key=lambda pair: pair[0])[:4]
-        text = "; ".join(f"{t:.1f} {dict(c.overrides) or 'planned'}" for t, c in fastest)
+        text = "; ".join(
+            f"{t:.1f} {'planned' if c is item else dict(c.overrides)}" for t, c in fastest
+        )
         where = f"{item.preset} {':'.join(map(str, shape))}"
         print(f"{where}: planned {planned} splits, {base:.1f} us; {text}", flush=True)
         yield {
@@ -151,12 +151,3 @@ def measure(arguments: argparse.Namespace, plans: Plans) -> Iterator[dict[str, A
         }  # fmt: skip
         del runs, data, timed, copies
         torch.cuda.empty_cache()
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the rows in place of those that were there."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})

@@ -8,7 +8,6 @@ import math
 import re
 import subprocess
 import sys
-from itertools import count
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -341,16 +340,18 @@ def test_append_csv(tmp_path):
     lines = path.read_text().splitlines()
     assert lines[0] == HEADER
     assert [(r["B"], r["us_median"]) for r in csv.DictReader(lines)] == [
-        ("64", "170.1"),
+        ("64", "170.123"),
         ("1", "0.5"),
     ]
 
 
 def test_append_csv_refuses_other_columns(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text("a,b\n1,2\n")
+    gpu.append_csv(path, [{"a": 1, "b": 2}], columns=("a", "b"))
     with pytest.raises(ValueError, match="has other columns"):
         gpu.append_csv(path, [{"B": 64}])
+    with pytest.raises(ValueError, match="'c'"):
+        gpu.append_csv(path, [{"a": 1, "c": 2}], columns=("a", "b"))
     assert path.read_text() == "a,b\n1,2\n"
 
 
@@ -375,44 +376,9 @@ def test_environment(monkeypatch):
 # --- whole runs, with the CPU in place of the GPU -----------------------------------------------
 
 
-class Recorded:
-    """In place of a CUDA graph: calls what was captured."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    def replay(self):
-        for call in self.calls:
-            call()
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Runs benchmarks on the native backend; yields what was captured, in order."""
-    captured = []
-
-    def capture(run):
-        captured.append(run)
-        return gpu.Graph(Recorded(run.calls), len(run.calls))
-
-    ticks = count()
-    event = SimpleNamespace(
-        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 1e-3 * next(ticks)
-    )
-    properties = SimpleNamespace(L2_cache_size=2**15)
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    monkeypatch.setattr(gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu, "BACKEND", "native")
-    monkeypatch.setattr(gpu, "capture", capture)
-    monkeypatch.setattr(gpu, "in_workers", lambda *args: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a processor")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch):
     monkeypatch.setattr(providers, "COPY_BYTES", 2**10)
-    return captured
 
 
 def run(module, path, *words):

@@ -6,8 +6,6 @@ import csv
 import math
 import re
 import sys
-from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,42 +32,11 @@ def arguments(*words):
     return parser.parse_args(words)
 
 
-class Recorded:
-    """In place of a CUDA graph: calls what was captured."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    def replay(self):
-        for call in self.calls:
-            call()
-
-
 @pytest.fixture
-def on_cpu(monkeypatch):
-    """A tiny model on the native backend; yields what was captured, in order."""
-    captured = []
-
-    def capture(run):
-        run.calls[0]()
-        captured.append(run)
-        return gpu.Graph(Recorded(run.calls), len(run.calls))
-
-    ticks = count(1)
-    event = SimpleNamespace(
-        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: next(ticks)
-    )
-    monkeypatch.setattr(gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu, "BACKEND", "native")
-    monkeypatch.setattr(gpu, "capture", capture)
-    monkeypatch.setattr(gpu, "in_workers", lambda *args: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a processor")
+def on_cpu(on_cpu, monkeypatch):
+    """With a tiny model."""
     monkeypatch.setattr(model, "LLAMA", TINY)
-    return captured
+    return on_cpu
 
 
 def run(path, *words):
@@ -112,16 +79,8 @@ def test_help(monkeypatch, capsys):
     assert "--most-tokens" in capsys.readouterr().out
 
 
-def test_append_csv_refuses_other_columns(tmp_path):
-    path = tmp_path / "new" / "rows.csv"
-    model.append_csv(path, [{"B": 64, "us_median": 21234.5678}])
-    model.append_csv(path, [{"B": 1}])
-    assert path.read_text().splitlines()[0] == HEADER
-    assert [(r["B"], r["us_median"]) for r in rows_of(path)] == [("64", "21234.6"), ("1", "")]
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="has other columns"):
-        model.append_csv(path, [{"B": 64}])
-    assert path.read_text() == "a,b\n1,2\n"
+def test_columns():
+    assert ",".join(model.COLUMNS) == HEADER
 
 
 def test_ratios_are_those_to_the_fastest_bf16():

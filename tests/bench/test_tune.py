@@ -9,16 +9,15 @@ import pytest
 import torch
 
 import bench.__main__ as command_line
-import tq_core.plans
 from bench import gpu, providers, tune
+from tq_core import dispatch
 from tq_core.dispatch import SPLITS
 
 
 @pytest.fixture
-def times(monkeypatch):
+def times(on_cpu, monkeypatch):
     """Times of a run by the overrides of its plan; gives the dictionary to fill."""
     made: dict[tuple[tuple[str, int], ...], float] = {}
-    environment = dict.fromkeys(("date", "commit", "driver", "torch", "triton", "jax"), "x")
 
     def tq(query, data, item, caches):
         assert len(caches) == 1
@@ -30,18 +29,15 @@ def times(monkeypatch):
         assert list(skipped.values()) == ["ValueError: too much shared memory"] * len(skipped) != []
         return [(run, gpu.Timing(made.get(run.fields["overrides"], 100.0), 1.0)) for run in runs]
 
-    monkeypatch.setattr(gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu, "BACKEND", "native")
-    monkeypatch.setattr(gpu, "require_gpu", lambda: True)
-    monkeypatch.setattr(gpu, "environment", lambda commit: {**environment, "device": "A Device 9"})
-    monkeypatch.setattr(gpu, "in_workers", lambda *args: None)
+    def on_file(*args):
+        raise AssertionError("a plan on file was asked for")
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device 9")
+    monkeypatch.setattr(dispatch, "_measured", on_file)
     monkeypatch.setattr(gpu, "time_runs", time_runs)
     monkeypatch.setattr(providers, "rotated", lambda data: [data.cache])
     monkeypatch.setattr(providers, "tq", tq)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(tq_core.plans, "load", tq_core.plans.load)
-    yield made
-    tq_core.plans.nearest.cache_clear()
+    return made
 
 
 def run(folder, *words):
@@ -60,6 +56,7 @@ def entries(folder):
 def test_the_fastest_plan_is_written(times, tmp_path, capsys):
     times[("block_t", 32), ("num_splits", 1)] = 60.0
     rows = run(tmp_path, "--shapes", "2:100:2:4:32,1:64:2:1:32")
+    assert tuple(rows[0]) == tune.COLUMNS
     kind = {"key": "mse4", "value": "int4", "head_dim": 32}
     plan = {"block_t": 32, "num_splits": 1}
     assert entries(tmp_path) == [
@@ -82,11 +79,23 @@ def test_what_saves_little_is_not(times, tmp_path):
 def test_another_run_replaces_its_own_entries_alone(times, tmp_path):
     run(tmp_path, "--shapes", "2:100:2:4:32,1:64:2:4:32")
     times[("num_splits", 1),] = 50.0
-    run(tmp_path, "--shapes", "1:64:2:4:32")
+    rows = run(tmp_path, "--shapes", "1:64:2:4:32")
+    assert [(r["L"], r["us_measured"]) for r in rows] == [
+        ("100", "100"),
+        ("64", "100"),
+        ("64", "50"),
+    ]
     assert [(e["tokens"], e["plan"]) for e in entries(tmp_path)] == [
         (64, {"num_splits": 1}),
         (100, {}),
     ]
+
+
+def test_the_plan_from_numbers_is_not_written(times, tmp_path, capsys):
+    times[tune.FROM_NUMBERS] = 20.0
+    (row,) = run(tmp_path, "--shapes", "2:100:2:4:32")
+    assert (row["us_planned"], row["us_measured"], row["plan"]) == ("20", "20", "{}")
+    assert "20.0 planned; 100.0 {" in capsys.readouterr().out
 
 
 def test_candidates_are_near_what_was_planned():

@@ -92,10 +92,12 @@ def test_every_recorded_plan_can_be_launched():
 
 
 def test_plans_from_numbers_are_nearly_as_fast_as_the_measured_ones():
-    """And what was measured is what is on file."""
-    rows = list(csv.DictReader(RECORDED.read_text().splitlines()))
-    assert rows
-    for row in rows:
+    """And what was measured last is what is on file."""
+    where = ("device", "preset", "B", "L", "Hk", "g", "D")
+    rows = csv.DictReader(RECORDED.read_text().splitlines())
+    last = {tuple(row[name] for name in where): row for row in rows}
+    assert last
+    for row in last.values():
         assert float(row["us_planned"]) <= 1.3 * float(row["us_measured"]), row
         key, value = PRESETS[row["preset"]]
         kind = plans.Kind(key, value, int(row["D"]), int(row["g"]))
