@@ -108,6 +108,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _check_memory(name: str, array: ArraySpec, unit: int = 1) -> None:
     """The elements written to are distinct; ``unit`` elements of the first dimension are dense."""
     assert array.strides is not None
+    if 0 in array.shape:
+        return
     dims = list(zip(array.strides, array.shape, strict=True))
     extent = unit
     for stride, size in sorted(d for d in (dims[:1] if unit > 1 else dims) if d[1] > 1):

@@ -19,6 +19,7 @@ from tests.torch.helpers import (
     attention_tensors,
     check_attention,
     check_dequantize,
+    check_empty_out,
     check_store,
     tensor,
 )
@@ -49,6 +50,10 @@ STORE += [c for c in STORE_CASES if str(c.extras) and c.head_dim % 8 == 0]
 def test_attention(case):
     splits = (None, 3)[ATTENTION.index(case) % 2]
     check_attention(case, "interpret", num_kv_splits=splits)
+
+
+def test_an_out_without_elements_may_have_any_strides():
+    check_empty_out("interpret")
 
 
 @pytest.mark.parametrize("case", ATTENTION, ids=str)

@@ -17,7 +17,7 @@ from tests.cases import (
     make_attention_inputs,
     make_store_inputs,
 )
-from tq_core import reference
+from tq_core import CacheLayout, Codec, QuantConfig, reference
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -50,6 +50,22 @@ def check_attention(
     out, lse = out.cpu(), lse.cpu()
     assert_close(to_float64(out), lse.numpy(), case)
     return out, lse
+
+
+def check_empty_out(backend: str) -> None:
+    """No element of an output without rows is written, so that its strides may be 0."""
+    layout = CacheLayout(QuantConfig(), 2, 64, 16)
+    out = torch.empty(0, 1, 1).expand(0, 8, 64)
+    assert out.stride()[1:] == (0, 0)
+    result, lse = tq_torch.attention(
+        torch.empty(0, 8, 64), tq_torch.empty_cache(layout, 1),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        seq_lens=torch.ones(1, dtype=torch.int32),
+        query_start_loc=torch.zeros(2, dtype=torch.int32),
+        layout=layout, codec=Codec(layout.config, 64), out=out, return_lse=True, backend=backend,
+    )  # fmt: skip
+    assert result is out
+    assert lse.shape == (0, 8)
 
 
 def check_store(case: StoreCase, backend: str, device: str = "cpu") -> torch.Tensor:

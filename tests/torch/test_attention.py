@@ -18,7 +18,7 @@ from tests.cases import (
     AttentionCase,
     assert_close,
 )
-from tests.torch.helpers import attention_tensors, to_float64
+from tests.torch.helpers import attention_tensors, check_empty_out, to_float64
 from tq_core import CacheLayout, Codec
 from tq_torch import native
 
@@ -71,6 +71,10 @@ def test_two_runs_are_bit_equal():
     tensors = attention_tensors(ATTENTION_CASES[0])
     runs = [tq_torch.attention(**tensors, **ATTENTION_CASES[0].options) for _ in range(2)]
     assert torch.equal(*runs)
+
+
+def test_an_out_without_elements_may_have_any_strides():
+    check_empty_out("native")
 
 
 def test_strides_of_query_out_and_cache_do_not_matter():
