@@ -12,7 +12,7 @@ from tq_cli.machine import Machine, inspect, sentence
 from tq_cli.sizes import show_size
 from tq_cli.table import table
 from tq_core import CacheLayout, QuantConfig, plans
-from tq_core.support import FRAMEWORKS, why_unsupported
+from tq_core.support import FRAMEWORKS, reasons_against
 
 DESCRIPTION = """\
 Say which versions and devices there are, which backends of tq_torch and tq_jax run
@@ -71,7 +71,7 @@ def _layout() -> CacheLayout:
 
 def _reasons(backend: str, target: str, framework: str) -> list[str]:
     try:
-        return why_unsupported(_layout(), backend=backend, target=target, framework=framework)
+        return reasons_against(_layout(), backend=backend, target=target, framework=framework)
     except Exception as error:  # importing a broken Triton
         return [sentence(error)]
 

@@ -16,6 +16,8 @@ FRAMEWORKS = {
     "torch": ("triton", "native", "interpret"),
     "jax": ("triton", "native", "interpret"),
 }
+#: Device kinds that can be asked about; ROCm's is ``"hip"``.
+TARGETS = ("cpu", "cuda", "hip", "mps", "tpu", "xpu")
 _Version = tuple[int, ...]
 MIN_TRITON = (3, 6)
 #: Releases of jax-triton from, below: those of jax and of triton that it works with, from, below.
@@ -38,14 +40,23 @@ def why_unsupported(
         layout: the cache's layout.
         backend: ``"native"`` (the framework's own operations, any device), ``"triton"``,
             ``"interpret"`` (the Triton sources on the CPU, for tests) or ``"pallas"``.
-        target: a device kind, ``"cpu"``, ``"cuda"``, ``"hip"`` (ROCm), ...; ``"cuda:0"`` is
-            ``"cuda"``.
+        target: a device kind: ``"cpu"``, ``"cuda"``, ``"hip"`` (ROCm), ``"mps"``, ``"tpu"`` or
+            ``"xpu"``; ``"cuda:0"`` is ``"cuda"``.
         framework: ``"torch"`` or ``"jax"``.
 
     Raises:
         TypeError: ``layout`` is not a ``CacheLayout``, or ``target`` not a str.
-        ValueError: an unknown backend or framework.
+        ValueError: an unknown backend, target or framework.
     """
+    if isinstance(target, str) and target.partition(":")[0] not in TARGETS:
+        raise ValueError(
+            f"target: expected one of {list(TARGETS)}, 'hip' being ROCm, got {target!r}"
+        )
+    return reasons_against(layout, backend=backend, target=target, framework=framework)
+
+
+def reasons_against(layout: CacheLayout, *, backend: str, target: str, framework: str) -> list[str]:
+    """:func:`why_unsupported`, where a device of any kind was found."""
     if not isinstance(layout, CacheLayout):
         raise TypeError(f"layout: expected a CacheLayout, got {type(layout).__name__}")
     if not isinstance(target, str):
@@ -181,10 +192,10 @@ def choose_backend(
                 name in _KERNEL_TARGETS
                 and target in _KERNEL_TARGETS[name]
                 and not kernel_reasons
-                and not why_unsupported(layout, backend=name, target=target, framework=framework)
+                and not reasons_against(layout, backend=name, target=target, framework=framework)
             ):
                 return name
-    reasons = why_unsupported(layout, backend=str(backend), target=target, framework=framework)
+    reasons = reasons_against(layout, backend=str(backend), target=target, framework=framework)
     if backend in _KERNEL_TARGETS:
         reasons += kernel_reasons
     if reasons:

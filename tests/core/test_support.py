@@ -7,10 +7,9 @@ import pytest
 from tests.cases import CONFIGS, HEAD_DIMS, config_id
 from tq_core import CacheLayout, QuantConfig, support, why_unsupported
 from tq_core.layout import ORDERS
-from tq_core.support import BACKENDS, choose_backend
+from tq_core.support import BACKENDS, TARGETS, choose_backend
 
 LAYOUT = CacheLayout(QuantConfig(), 8, 128, 16)
-TARGETS = ("cpu", "cuda", "hip", "mps", "tpu")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -270,6 +269,21 @@ def test_unknown_frameworks_are_refused():
 def test_wrong_types_are_refused(arguments, message):
     with pytest.raises(TypeError, match=message):
         why_unsupported(**arguments, backend="native")
+
+
+@pytest.mark.parametrize("target", ["gpu", "rocm", "CUDA", "sm_90", ""])
+def test_unknown_targets_are_refused(target):
+    message = rf"target: expected one of \['cpu', 'cuda', 'hip'.* ROCm, got '{target}'"
+    for backend in ("native", "triton"):
+        with pytest.raises(ValueError, match=message):
+            why_unsupported(LAYOUT, backend=backend, target=target)
+
+
+def test_native_serves_devices_of_kinds_that_nobody_listed():
+    assert choose_backend(LAYOUT, backend=None, target="hpu") == "native"
+    assert choose_backend(LAYOUT, backend="native", target="hpu") == "native"
+    with pytest.raises(ValueError, match="triton runs on cuda and hip devices, not on hpu"):
+        choose_backend(LAYOUT, backend="triton", target="hpu")
 
 
 def test_a_device_index_is_no_other_target():
