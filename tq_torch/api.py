@@ -32,6 +32,7 @@ def empty_cache(
     Raises:
         TypeError: ``layout`` is not a ``CacheLayout``, or ``num_pages`` not an int.
         ValueError: ``num_pages`` is negative.
+        RuntimeError: this build of torch has no such device.
 
     Example:
         >>> from tq_core import CacheLayout, QuantConfig
@@ -45,7 +46,13 @@ def empty_cache(
         raise TypeError(f"num_pages: expected an int, got {num_pages!r}")
     if num_pages < 0:
         raise ValueError(f"num_pages: expected at least 0, got {num_pages}")
-    return torch.empty(layout.shape(num_pages), dtype=torch.uint8, device=device)
+    try:
+        return torch.empty(layout.shape(num_pages), dtype=torch.uint8, device=device)
+    except (AssertionError, NotImplementedError, ImportError) as error:  # no such device
+        reason = str(error).partition(". ")[0]
+        raise RuntimeError(
+            f"device: torch {torch.__version__} cannot allocate on {str(device)!r}: {reason}"
+        ) from error
 
 
 def store(

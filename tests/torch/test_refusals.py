@@ -176,3 +176,22 @@ def test_merge():
         tq_torch.merge_attention_states(out, lse, out[:2], lse)
     with pytest.raises(TypeError, match="lse_b: expected dtype float32"):
         tq_torch.merge_attention_states(out, lse, out, lse.half())
+
+
+@pytest.mark.parametrize("raised", [AssertionError, NotImplementedError, ModuleNotFoundError])
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 1)], ids=str)
+def test_a_device_that_the_build_lacks_is_named(raised, device, monkeypatch):
+    def empty(*args, **kwargs):
+        raise raised("Torch not compiled with CUDA enabled. Long advice")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    message = rf"^device: torch .* cannot allocate on '{device}': Torch not compiled with CUDA \w+$"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        tq_torch.empty_cache(LAYOUT, 4, device)
+    assert isinstance(caught.value.__cause__, raised)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_a_runtime_error():
+    with pytest.raises(RuntimeError, match=r"CUDA|NVIDIA"):
+        tq_torch.empty_cache(LAYOUT, 4, "cuda")
