@@ -261,6 +261,7 @@ class Codec:
 
         Raises:
             ImportError: the ``safetensors`` package is missing.
+            OSError: ``path`` cannot be written.
         """
         files.save(path, self._arrays(), self._metadata())
 

@@ -20,8 +20,7 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
-            "reading and writing files needs the safetensors package: "
-            "pip install 'tq-attention[files]'"
+            "reading and writing files needs the safetensors package: pip install safetensors"
         ) from error
     return safetensors
 
@@ -38,16 +37,29 @@ def _checksum(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> 
 def save(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes ``arrays`` and ``metadata`` to ``path`` as one safetensors file, atomically."""
+    """Writes ``arrays`` and ``metadata`` to ``path`` as one safetensors file, atomically.
+
+    Raises:
+        OSError: the file cannot be written; it is named, and the one that was there is unchanged.
+    """
     library = _safetensors()
     plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     stamped = {**metadata, "format_version": FORMAT_VERSION}
     stamped["checksum"] = _checksum(plain, stamped)
     data = library.numpy.save(plain, metadata=stamped)
-    target = os.path.abspath(path)
-    handle, temporary = tempfile.mkstemp(
-        dir=os.path.dirname(target), prefix=os.path.basename(target) + "."
-    )
+    try:
+        _replace(os.path.abspath(path), data)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # It names the temporary file, or two.
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _replace(target: str, data: bytes) -> None:
+    """Writes a file beside ``target`` and puts it in its place."""
+    folder, name = os.path.split(target)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=name[:32] + ".")
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)

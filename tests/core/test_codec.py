@@ -507,6 +507,24 @@ def test_a_failing_write_leaves_the_old_file(call, tmp_path, monkeypatch):
     assert Codec.load(tmp_path / "codec") == old
 
 
+def test_the_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name, kind in (("none/codec", FileNotFoundError), ("folder", IsADirectoryError)):
+        path = tmp_path / name
+        with pytest.raises(kind) as caught:
+            Codec(HQ, 8).save(path)
+        assert caught.value.filename == str(path)
+        assert caught.value.filename2 is None
+        assert str(path) in str(caught.value)
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_file_may_have_the_longest_of_names(tmp_path):
+    path = tmp_path / ("x" * 255)
+    Codec(HQ, 8).save(path)
+    assert Codec.load(path) == Codec(HQ, 8)
+
+
 CRASH = """
 import os, sys
 from tq_core import Codec, QuantConfig
@@ -538,6 +556,6 @@ def test_saved_files_have_ordinary_permissions(tmp_path):
 def test_without_safetensors_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for call in (Codec(HQ, 8).save, Codec.load):
-        with pytest.raises(ImportError, match=r"safetensors package: pip install 'tq-attention"):
+        with pytest.raises(ImportError, match=r"safetensors package: pip install safetensors$"):
             call(tmp_path / "codec")
     assert not os.listdir(tmp_path)
