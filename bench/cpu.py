@@ -1,7 +1,8 @@
 """Decode attention on the CPU: the native backend, SDPA on an uncompressed cache, naive unpacking.
 
 The packed and the uncompressed cache hold the same tokens. Results are checked against the numpy
-reference before anything is timed. The exit status tells whether native decode kept to its limit.
+reference before anything is timed. With ``--limit`` the exit status tells whether native decode
+kept to it, which on a machine that does other work means little.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--rounds", type=int, default=41, help="calls timed")
-    parser.add_argument("--limit", type=float, default=3.0, help="largest ratio to SDPA to pass")
+    parser.add_argument("--limit", type=float, help="largest ratio to SDPA that passes")
 
 
 @torch.inference_mode()
@@ -120,11 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
         ],
     )
     ratio = timings[f"tq native, {arguments.preset}"].median / base
-    passed = ratio <= arguments.limit
-    print(f"\nnative takes {ratio:.2f}x SDPA's time, limit {arguments.limit:g}x")
+    limit = "" if arguments.limit is None else f", limit {arguments.limit:g}x"
+    print(f"\nnative takes {ratio:.2f}x SDPA's time{limit}")
     if max(delays) > BUSY_MS:
         print("other work holds the cores, so these times mean little: run it again on an idle one")
-    return 0 if passed else 1
+    return 0 if arguments.limit is None or ratio <= arguments.limit else 1
 
 
 def unpack(
