@@ -9,7 +9,6 @@ row, gaps included.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +27,10 @@ from bench.timing import print_table
 from tq_core import Codec
 
 HELP = "tq_jax beside tq_torch on a GPU"
+COLUMNS = (
+    "date", "commit", "device", "driver", "torch", "triton", "jax", "jax_triton", "preset",
+    "page_size", "shape", "what", "us_torch", "us_jax", "ratio",
+)  # fmt: skip
 
 
 class Task(NamedTuple):
@@ -67,17 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
 def record(arguments: argparse.Namespace, table: list[tuple[str, ...]]) -> None:
     """Appends the lines to the CSV file."""
     environment = {**gpu.environment(arguments.commit), "jax_triton": version("jax-triton")}
-    new = not arguments.csv.exists()
-    with arguments.csv.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(
-                [*environment, "preset", "page_size", "shape", "what", "torch", "jax", "ratio"]
-            )
-        shape = ":".join(map(str, arguments.shape))
-        for line in table:
-            row = [arguments.preset, arguments.page_size, shape, *line]
-            writer.writerow([*environment.values(), *row])
+    shape = ":".join(map(str, arguments.shape))
+    fields = {"preset": arguments.preset, "page_size": arguments.page_size, "shape": shape}
+    measured = [dict(zip(COLUMNS[-4:], line, strict=True)) for line in table]
+    gpu.append_csv(arguments.csv, [{**environment, **fields, **row} for row in measured], COLUMNS)
 
 
 def rows(task: Task, arguments: argparse.Namespace) -> list[tuple[str, ...]]:

@@ -88,6 +88,7 @@ class Plans:
         fields = [*tq_core.plans.Kind._fields, "programs", "tokens"]
         self.entries.sort(key=lambda entry: [entry[name] for name in fields])
         lines = ",\n".join(f"  {json.dumps(entry)}" for entry in self.entries)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(f'{{"measured": {head},\n "plans": [\n{lines}\n]}}\n')
 
 

@@ -44,13 +44,13 @@ def run(folder, *words):
     parser = command_line.argparse.ArgumentParser()
     tune.add_arguments(parser)
     path = folder / "tune.csv"
-    files = ("--folder", str(folder), "--csv", str(path))
+    files = ("--folder", str(folder / "plans"), "--csv", str(path))
     assert tune.run(parser.parse_args([*words, *files])) == 0
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def entries(folder):
-    return json.loads((folder / "a-device-9.json").read_text())["plans"]
+    return json.loads((folder / "plans/a-device-9.json").read_text())["plans"]
 
 
 def test_the_fastest_plan_is_written(times, tmp_path, capsys):
