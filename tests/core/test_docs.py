@@ -13,6 +13,21 @@ from tq_core import PRESET_ALIASES, PRESETS, CacheLayout, QuantConfig, codebook
 DOCS = Path(__file__).parents[2] / "docs"
 FORMAT = (DOCS / "format.md").read_text(encoding="utf-8")
 API = (DOCS / "api.md").read_text(encoding="utf-8")
+README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+
+
+def anchors_of(text):
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^a-z0-9_ -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_links_of_the_readme_lead_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", README)
+    assert targets
+    for name, anchor in targets:
+        page = DOCS.parent / name
+        assert page.exists(), name
+        assert not anchor or anchor in anchors_of(page.read_text(encoding="utf-8")), anchor
 
 
 def test_the_example_of_the_api_page_runs():
@@ -76,6 +91,4 @@ def test_links_between_the_pages_lead_somewhere(page):
     assert targets
     for name, anchor in targets:
         text = (DOCS / name).read_text(encoding="utf-8") if name else page
-        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-        anchors = {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings}
-        assert not anchor or anchor in anchors
+        assert not anchor or anchor in anchors_of(text)
