@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,12 @@ from tq_core.validation import MAX_KV_SPLITS, AttentionCall
 MAX_SCRATCH_BYTES = 64 * 2**20
 #: KV splits to choose from: each number is a kernel of its own to compile.
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+#: Programs of `attention` a multiprocessor up to which they may start before their query is there.
+_EARLY_PROGRAMS = 4
+#: Programs of a store, so many that each multiprocessor has several.
+_STORE_PROGRAMS = 1024
+#: Query rows of a program from which on they lie on the M axis of the dots.
+_WIDE = 64
 #: Shared memory of an attention program besides its tiles: queries, layout changes, the driver's.
 _FIXED_SHARED = 4608
 
@@ -96,8 +102,12 @@ class Traits:
     has_key_offset: bool
     has_value_offset: bool
     key_matrix_stride: int
+    key_parts: int
+    key_product_factor: float
     query_low_at: int
     value_matrix_stride: int
+    value_parts: int
+    value_product_factor: float
     key_offset_stride: int
     value_offset_stride: int
     value_shift_stride: int
@@ -110,20 +120,25 @@ class AttentionPlan:
     """Plan of ``attention``.
 
     Attributes:
-        query, attention, merge, output: the launches in order; merge and output where needed.
-        num_splits: KV splits.
+        query, attention, merge: the launches in order; a merge only where needed.
+        short, short_merge: attention of sequences with few rows beside some with many.
+        output: where outputs leave the values' coded basis.
+        num_splits: KV splits, of the long sequences where some are short.
     """
 
     query: Launch
     attention: Launch
     merge: Launch | None
+    short: Launch | None
+    short_merge: Launch | None
     output: Launch | None
     num_splits: int
 
     @property
     def launches(self) -> tuple[Launch, ...]:
         """The launches in order."""
-        steps = (self.query, self.attention, self.merge, self.output)
+        short = (self.short, self.short_merge)
+        steps = (self.query, self.attention, self.merge, *short, self.output)
         return tuple(step for step in steps if step is not None)
 
 
@@ -140,6 +155,8 @@ def codec_traits(codec: Codec) -> Traits:
     value_kind = "int" if not config.value_is_codebook else "poly" if value_cubic else "table"
     shift = value_shift_array(codec)
     query = query_matrix_array(codec)
+    key_parts, key_product_factor = store_matrix(codec.key_matrix)
+    value_parts, value_product_factor = store_matrix(codec.value_matrix)
     factor = 2.0**24
     if codec.value_centroids is not None:
         factor = value_decode_factor(codec.value_centroids, dim)
@@ -156,8 +173,12 @@ def codec_traits(codec: Codec) -> Traits:
         has_key_offset=codec.key_offset is not None,
         has_value_offset=codec.value_offset is not None,
         key_matrix_stride=stride(codec.key_matrix),
+        key_parts=len(key_parts) if codec.has_key_matrix else 0,
+        key_product_factor=key_product_factor,
         query_low_at=query[0].size if len(query) == 2 else 0,
         value_matrix_stride=stride(codec.value_matrix),
+        value_parts=len(value_parts) if codec.has_value_matrix else 0,
+        value_product_factor=value_product_factor,
         key_offset_stride=stride(codec.key_offset),
         value_offset_stride=stride(codec.value_offset),
         value_shift_stride=stride(shift),
@@ -271,15 +292,41 @@ def value_shift_array(codec: Codec) -> np.ndarray | None:
     return (matrix @ codec.value_offset[..., None]).astype(np.float32)[..., 0]
 
 
+def store_matrix(matrix: np.ndarray) -> tuple[np.ndarray, float]:
+    """A matrix as ``store`` has it, and the factor of its products.
+
+    Returns:
+        the bits of bf16 parts that add up to it, int16 ``[1 or 3, 1 or Hk, D, D]``: one of signs
+        where all entries have one magnitude, which then is the factor, otherwise three.
+    """
+    size = float(np.abs(matrix).max())
+    if size and bool((np.abs(matrix) == size).all()):
+        return _bf16_bits(np.sign(matrix))[None], size
+    parts, rest = [], matrix.astype(np.float64)
+    for _ in range(3):
+        parts.append(_bf16_bits(rest))
+        rest = rest - _from_bf16(parts[-1])
+    return np.stack(parts), 1.0
+
+
+def _bf16_bits(x: np.ndarray) -> np.ndarray:
+    """bf16 bits of ``x``, toward zero, int16."""
+    return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
+
+
+def _from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
 def codec_arrays(codec: Codec) -> dict[str, np.ndarray]:
     """A codec's numbers as the kernels read them; one unused number where it has none."""
     nothing = np.zeros(1, np.float32)
     shift = value_shift_array(codec)
     arrays = {
-        "key_matrix": codec.key_matrix,
+        "key_matrix": store_matrix(codec.key_matrix)[0],
         "query_matrix": query_matrix_array(codec),
         "key_inverse": codec.query_matrix,
-        "value_matrix": codec.value_matrix,
+        "value_matrix": store_matrix(codec.value_matrix)[0],
         "output_matrix": codec.output_matrix,
         "value_inverse": codec.output_matrix.swapaxes(1, 2),
         "factor": factor_array(codec),
@@ -445,6 +492,7 @@ _LIMITS = {
     "num_stages": (1, 8),
     "num_splits": (1, MAX_KV_SPLITS),
     "asm": (0, 1),
+    "early": (0, 1),
 }
 
 
@@ -464,9 +512,16 @@ def _overrides(given: Mapping[str, int] | None) -> dict[str, int]:
     return over
 
 
-def _shared(reader: Mapping[str, Any], block_t: int, stages: int) -> int:
+def _shared(reader: Mapping[str, Any], block_n: int, block_t: int, stages: int) -> int:
     """Estimate of the shared memory of an attention program, in bytes."""
-    return max(1, (stages - 1) // 2) * block_t * _token_bytes(reader) + _FIXED_SHARED
+    tiles = max(1, (stages - 1) // 2) * block_t * _token_bytes(reader)
+    if block_n < _WIDE:
+        return tiles + _FIXED_SHARED
+    # Query rows, and a tile's decoded keys and values.
+    key = reader["BLOCK_KEY"] * reader["KEY_CODES"]
+    value = reader["BLOCK_VALUE"] * reader["VALUE_CODES"]
+    key_size = 1 if reader["KEY_KIND"] == "grid" else 2
+    return tiles + 2 * block_n * key + block_t * (key_size * key + 2 * value) + _FIXED_SHARED
 
 
 def _token_bytes(reader: Mapping[str, Any]) -> int:
@@ -474,6 +529,15 @@ def _token_bytes(reader: Mapping[str, Any]) -> int:
     key = reader["BLOCK_KEY"] * reader["KEY_UNIT"]
     value = reader["BLOCK_VALUE"] * (8 if reader["VALUE_UNIT"] == 6 else reader["VALUE_UNIT"])
     return int(key + value + 6)
+
+
+def _is_prefetched(page: Mapping[str, Any], layout: CacheLayout, block_t: int, align: int) -> bool:
+    """Whether the bytes of a head in whole pages of a tile can be asked for by 32 lanes."""
+    if block_t % layout.page_size or not page["VALUE_WORD_MAJOR"]:
+        return False
+    lanes = 32 * layout.page_size // block_t
+    numbers = (page["PAGE_STRIDE"], page["META_BASE"], page["META_HEAD_STRIDE"], align)
+    return page["KEY_HEAD_STRIDE"] % (16 * lanes) == 0 and not any(n % 16 for n in numbers)
 
 
 def _items(**constexprs: Any) -> tuple[tuple[str, Any], ...]:
@@ -537,16 +601,91 @@ def _measured(
     wanted = over.pop("num_splits", 0) * point.programs / max(programs, 1)
     if wanted and call.num_kv_splits is None:
         # As many programs as were measured, each with a tile at least.
-        most = _most_splits(call, layout, over.get("block_t", 64))
+        rows = call.num_tokens * call.num_query_heads
+        most = _most_splits(call, layout, over.get("block_t", 64), rows)
         over["num_splits"] = max(n for n in SPLITS if n == 1 or n <= min(wanted, most))
     return over
 
 
-def _most_splits(call: AttentionCall, layout: CacheLayout, block_t: int) -> int:
-    """KV splits that give each a tile and whose partial outputs are not too large."""
-    rows = call.num_tokens * call.num_query_heads
+class _Tile(NamedTuple):
+    """Rows and tokens of an attention program's tiles, and how it runs."""
+
+    block_n: int
+    block_t: int
+    warps: int
+    stages: int
+    resident: int
+
+
+def _tile(
+    columns: int, reader: Mapping[str, Any], dim: int, device: Device, over: Mapping[str, int]
+) -> _Tile:
+    """The tile for sequences of ``columns`` query rows, those of all heads of a group."""
+    limit = device.shared_memory
+    width = max(16, _pow2(dim))
+    block_n = over.get("block_n", min(max(4, _pow2(columns)), 32 if width <= 128 else 16))
+    if "block_n" not in over and width <= 256 and device.kind != "hip":
+        wide = [n for n in (64, 128) if n <= columns and _shared(reader, n, 32, 2) <= limit]
+        block_n = max(block_n, *wide) if wide else block_n
+    size = max(8, block_n) * width
+    warps = 1 if size <= 2048 else 2 if size <= 4096 else 4 if size <= 8192 else 8
+    warps = over.get("num_warps", warps)
+    resident = max(1, 8 // warps)  # programs a multiprocessor has registers for
+    block_t = over.get("block_t", 64 if width <= 128 else 32 if width <= 256 else 16)
+    while "block_t" not in over and block_t > 16 and _shared(reader, block_n, block_t, 2) > limit:
+        block_t //= 2
+    # Two look-ups, of a page and then of its bytes, take two stages each before a second tile is
+    # on its way. Where two tiles of all resident programs do not fit, one is better.
+    deep = resident * _shared(reader, block_n, block_t, 5) <= limit
+    stages = over.get("num_stages", 5 if deep else 2)
+    if (shared := _shared(reader, block_n, block_t, stages)) > limit:
+        raise ValueError(
+            f"plan: block_n={block_n}, block_t={block_t} and num_stages={stages} need about "
+            f"{shared} bytes of shared memory, a program has {limit} here"
+        )
+    return _Tile(block_n, block_t, warps, stages, resident)
+
+
+def _short_columns(call: AttentionCall) -> int:
+    """Query rows of the short sequences of a batch that may have short and long ones, else 0.
+
+    Lengths are not known here. If one sequence has as many rows as any may have, the others have
+    these on average; a few rows each are drafts of speculative decoding.
+    """
+    if call.num_seqs < 2 or call.num_tokens >= call.num_seqs * call.max_query_len:
+        return 0
+    rows = (call.num_tokens - call.max_query_len) / (call.num_seqs - 1)
+    if call.max_query_len >= call.num_tokens:
+        rows = call.num_tokens / call.num_seqs
+    return call.group * (8 if 1 < rows <= 8 else 1)
+
+
+def _most_splits(call: AttentionCall, layout: CacheLayout, block_t: int, rows: int) -> int:
+    """KV splits that give each a tile and whose partial sums of ``rows`` are not too large."""
     tiles = -(-call.max_seq_len // block_t)
     return max(1, min(tiles, MAX_SCRATCH_BYTES // max(1, 4 * layout.head_dim * rows)))
+
+
+def _num_splits(
+    call: AttentionCall,
+    layout: CacheLayout,
+    device: Device,
+    tile: _Tile,
+    over: Mapping[str, int],
+    programs: int,
+    rows: int,
+) -> int:
+    """KV splits of a launch of so many programs a split."""
+    splits = over.get("num_splits", call.num_kv_splits)
+    if splits is not None:
+        return splits
+    span = call.max_seq_len
+    if call.sliding_window is not None and call.causal:
+        span = min(span, call.sliding_window + -(-tile.block_n // call.group))
+    tiles = max(1, -(-span // tile.block_t))
+    most = min(tiles, _most_splits(call, layout, tile.block_t, rows))
+    slots = device.num_sms * tile.resident
+    return _splits(max(1, programs), tiles, device.num_sms, slots, most)
 
 
 def plan_attention(
@@ -590,49 +729,36 @@ def plan_attention(
     asm = device.kind == "cuda" and bool(over.get("asm", True))
     reader = _reader_constexprs(layout, page, traits, cache_align, wide=True, asm=asm)
     dim, heads, group = layout.head_dim, layout.num_kv_heads, call.group
-    limit = device.shared_memory
-    wide = max(16, _pow2(dim))
     columns = (1 if decode else max(call.max_query_len, 1)) * group
-    block_n = over.get("block_n", min(max(4, _pow2(columns)), 32 if wide <= 128 else 16))
-    size = max(8, block_n) * wide
-    warps = over.get(
-        "num_warps", 1 if size <= 2048 else 2 if size <= 4096 else 4 if size <= 8192 else 8
-    )
-    resident = max(1, 8 // warps)  # programs a multiprocessor has registers for
-    block_t = over.get("block_t", 64 if wide <= 128 else 32 if wide <= 256 else 16)
-    while "block_t" not in over and block_t > 16 and _shared(reader, block_t, 2) > limit:
-        block_t //= 2
-    # Two look-ups, of a page and then of its bytes, take two stages each before a second tile is
-    # on its way. Where two tiles of all resident programs do not fit, one is better.
-    deep = resident * _shared(reader, block_t, 5) <= limit
-    stages = over.get("num_stages", 5 if deep else 2)
-    if (shared := _shared(reader, block_t, stages)) > limit:
-        raise ValueError(
-            f"plan: block_t={block_t} and num_stages={stages} need about {shared} bytes of shared "
-            f"memory, a program has {limit} here"
-        )
+    tile = _tile(columns, reader, dim, device, over)
+    short_columns = 0 if decode or "block_n" in over else _short_columns(call)
+    short_tile = _tile(short_columns, reader, dim, device, over) if short_columns else tile
+    mixed = short_tile.block_n < tile.block_n
 
     if decode:
-        num_blocks = call.num_seqs * -(-group // block_n)
+        num_blocks = call.num_seqs * -(-group // tile.block_n)
     elif not call.num_tokens:
         num_blocks = 0
     else:
-        num_blocks = call.num_tokens * group // block_n + call.num_seqs + 1
-    live_blocks = min(num_blocks, call.num_seqs * -(-columns // block_n))
+        num_blocks = call.num_tokens * group // tile.block_n + call.num_seqs + 1
+    live_blocks = min(num_blocks, call.num_seqs * -(-columns // tile.block_n))
+    if mixed:
+        live_blocks = min(num_blocks, -(-call.num_tokens * group // tile.block_n))
     rows = call.num_tokens * call.num_query_heads
-    span = call.max_seq_len
-    if call.sliding_window is not None and call.causal:
-        span = min(span, call.sliding_window + -(-block_n // group))
-    tiles = max(1, -(-span // block_t))
-    slots = device.num_sms * resident
-    splits = over.get("num_splits", call.num_kv_splits)
-    if splits is None:
-        most = min(tiles, _most_splits(call, layout, block_t))
-        splits = _splits(max(1, live_blocks * heads), tiles, device.num_sms, slots, most)
+    splits = _num_splits(call, layout, device, tile, over, live_blocks * heads, rows)
+    short_splits = 1
+    if mixed:
+        short_rows = call.num_seqs * heads * short_tile.block_n
+        short_splits = _num_splits(
+            call, layout, device, short_tile, over, call.num_seqs * heads, short_rows
+        )
 
     coded = traits.has_value_matrix
     partial = splits > 1
     pdl = device.kind == "cuda" and device.capability >= 90
+    # Where few programs wait, they leave those before them the room they need.
+    few_programs = num_blocks * heads * splits <= _EARLY_PROGRAMS * device.num_sms
+    early = pdl and not mixed and bool(over.get("early", partial and few_programs))
     coded_strides = (call.num_query_heads * dim, dim, 1)
     final_strides = coded_strides if coded else out_strides
     rows_shape = (call.num_tokens, call.num_query_heads)
@@ -653,8 +779,11 @@ def plan_attention(
     )
     constexprs = {
         "DECODE": decode,
+        "ONE_BLOCK": False,
+        "SHORT": short_tile.block_n if mixed else 0,
         "PARTIAL": partial,
         "PDL": pdl,
+        "EARLY": early and (partial or coded),
         "NUM_QUERY_HEADS": call.num_query_heads,
         "NUM_KV_HEADS": heads,
         "GROUP": group,
@@ -670,9 +799,10 @@ def plan_attention(
         "HAS_ALIBI": has_alibi,
         "CAUSAL": call.causal,
         "WINDOW": call.sliding_window or 0,
-        "BLOCK_T": block_t,
-        "BLOCK_N": block_n,
-        "WIDE": block_n >= 64,
+        "BLOCK_T": tile.block_t,
+        "BLOCK_N": tile.block_n,
+        "WIDE": tile.block_n >= _WIDE,
+        "PREFETCH": early and _is_prefetched(page, layout, tile.block_t, cache_align),
         **page,
         **reader,
     }
@@ -681,7 +811,6 @@ def plan_attention(
     # Few rows: narrow blocks, so that every multiprocessor has one.
     few = row_blocks * heads < 4 * device.num_sms
     block_o = min(block_d, 64 if few else 128)
-    merge_d = max(128, min(block_d, 256))
     transform = {
         "NUM_QUERY_HEADS": call.num_query_heads,
         "NUM_KV_HEADS": heads,
@@ -721,6 +850,7 @@ def plan_attention(
             HAS_OFFSET=traits.has_key_offset,
             OFFSET_STRIDE=traits.key_offset_stride,
             BLOCK_D=block_d,
+            EARLY=early,
         ),
         num_warps=8 if query_o > 128 else 4,
         num_stages=1,
@@ -738,34 +868,74 @@ def plan_attention(
         integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride, splits),
         outputs=(result, state),
         constexprs=_items(**constexprs),
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         pdl=pdl,
     )  # fmt: skip
-    merge = output = None
-    if partial:
-        merge = Launch(
+
+    def merge_of(rows: int, splits: int, inputs: tuple[str, ...], **constexprs: Any) -> Launch:
+        # All splits of a row at once, where a warp has registers for some of their coordinates.
+        block_s = min(_pow2(splits), 128)
+        merge_d = min(block_d, 128, 2048 // block_s)
+        return Launch(
             "merge",
             rows * -(-dim // merge_d),
-            inputs=("partial", "state", sinks),
+            inputs=inputs,
             integers=(splits,),
             outputs=(final, lse),
             constexprs=_items(
+                **constexprs,
+                GROUP=group,
                 NUM_QUERY_HEADS=call.num_query_heads,
                 HEAD_DIM=dim,
                 HAS_SINKS=has_sinks,
                 OUT_STRIDE_N=final_strides[0],
                 OUT_STRIDE_H=final_strides[1],
                 OUT_STRIDE_D=final_strides[2],
-                BLOCK_S=_pow2(splits),
+                BLOCK_S=block_s,
                 BLOCK_D=merge_d,
-                BLOCK_C=min(_pow2(splits), 4096 // merge_d),
                 PDL=pdl,
             ),
             num_warps=1,
             num_stages=1,
             pdl=pdl,
         )
+
+    merge = short = short_merge = output = None
+    if partial:
+        unused = ("row_terms", "row_terms", "row_terms")
+        inputs = ("partial", "state", sinks, *unused)
+        merge = merge_of(rows, splits, inputs, ONE_BLOCK=False, BLOCK_N=1)
+    if mixed:
+        block_n = short_tile.block_n
+        part_shape = (call.num_seqs * heads * block_n, short_splits)
+        short = replace(
+            attention,
+            grid=call.num_seqs * heads * short_splits,
+            integers=(
+                call.num_tokens, call.num_seqs, call.num_seqs, table_stride, short_splits
+            ),
+            outputs=(
+                Buffer("short_partial", (*part_shape, dim), "float32"),
+                Buffer("short_state", (*part_shape, 2), "float32"),
+            ),
+            constexprs=_items(
+                **constexprs
+                | {
+                    "ONE_BLOCK": True,
+                    "SHORT": 0,
+                    "PARTIAL": True,
+                    "HAS_SINKS": False,
+                    "BLOCK_T": short_tile.block_t,
+                    "BLOCK_N": block_n,
+                    "WIDE": block_n >= _WIDE,
+                }
+            ),
+            num_warps=short_tile.warps,
+            num_stages=short_tile.stages,
+        )  # fmt: skip
+        inputs = ("short_partial", "short_state", sinks, "query_start_loc", final.name, "lse")
+        short_merge = merge_of(part_shape[0], short_splits, inputs, ONE_BLOCK=True, BLOCK_N=block_n)
     if coded:
         output = Launch(
             "transform_output",
@@ -787,7 +957,7 @@ def plan_attention(
             num_stages=2,
             pdl=pdl,
         )
-    return AttentionPlan(query, attention, merge, output, splits)
+    return AttentionPlan(query, attention, merge, short, short_merge, output, splits)
 
 
 def plan_store(
@@ -795,18 +965,38 @@ def plan_store(
     num_pages: int,
     layout: CacheLayout,
     traits: Traits,
+    device: Device,
     *,
     page_stride: int,
     key_strides: tuple[int, int, int],
     value_strides: tuple[int, int, int],
     slot_stride: int,
+    cache_align: int,
 ) -> Launch:
-    """Plans a store into ``num_pages`` pages; strides in elements, ``page_stride`` in bytes."""
+    """Plans a store into ``num_pages`` pages; strides in elements, ``page_stride`` in bytes.
+
+    ``cache_align``: a power of two that divides the cache's address.
+    """
     page = _page_constexprs(layout, page_stride)
     config, dim = layout.config, layout.head_dim
     block_d = max(16, _pow2(dim))
     matrix = traits.has_key_matrix or traits.has_value_matrix
     block_r = 16 if matrix else max(1, min(16, 4096 // block_d))
+    blocks = -(-num_tokens // block_r)
+    programs = min(blocks, max(1, _STORE_PROGRAMS // layout.num_kv_heads))
+    planar = config.key_packing == "planar"
+    key_numbers: tuple[int, ...] = (
+        page["KEY_HEAD_STRIDE"],
+        page["KEY_SLOT_STRIDE"],
+        layout.key_bytes,
+    )
+    key_numbers += (dim // 4 if planar else 0, page_stride, cache_align)
+    value_numbers: tuple[int, ...] = (
+        page["VALUE_BASE"],
+        page["VALUE_HEAD_STRIDE"],
+        page["VALUE_SLOT_STRIDE"],
+    )
+    value_numbers += (page["VALUE_TAIL"], layout.value_bytes, page_stride, cache_align)
     constexprs = {
         "KEY_STRIDE_N": key_strides[0],
         "KEY_STRIDE_H": key_strides[1],
@@ -819,10 +1009,14 @@ def plan_store(
         "KEY_OFFSET_STRIDE": traits.key_offset_stride,
         "HAS_VALUE_OFFSET": traits.has_value_offset,
         "VALUE_OFFSET_STRIDE": traits.value_offset_stride,
-        "HAS_KEY_MATRIX": traits.has_key_matrix,
+        "KEY_PARTS": traits.key_parts,
+        "KEY_PART_STRIDE": max(traits.key_matrix_stride * layout.num_kv_heads, dim * dim),
+        "KEY_FACTOR": traits.key_product_factor,
         "KEY_MATRIX_STRIDE": traits.key_matrix_stride,
         "HAS_KEY_TRANSFORM": traits.has_key_transform,
-        "HAS_VALUE_MATRIX": traits.has_value_matrix,
+        "VALUE_PARTS": traits.value_parts,
+        "VALUE_PART_STRIDE": max(traits.value_matrix_stride * layout.num_kv_heads, dim * dim),
+        "VALUE_FACTOR": traits.value_product_factor,
         "VALUE_MATRIX_STRIDE": traits.value_matrix_stride,
         "HAS_VALUE_TRANSFORM": traits.has_value_transform,
         "KEY_SCALE_STRIDE": traits.key_scale_stride,
@@ -830,24 +1024,27 @@ def plan_store(
         **page,
         "KEY_FP8": not config.key_is_codebook,
         "KEY_BITS": config.key_bits,
-        "KEY_PLANAR": config.key_packing == "planar",
+        "KEY_PLANAR": planar,
+        "KEY_ELEMENT": 1 if any(n % 4 for n in key_numbers) else 4,
         "VALUE_AFFINE": not config.value_is_codebook,
         "VALUE_BITS": config.value_bits,
+        "VALUE_ELEMENT": 1 if any(n % 4 for n in value_numbers) else 4,
         "NORM_CORRECTION": config.norm_correction,
+        "WIDEN": device.kind == "interpret",
         "HEAD_DIM": dim,
         "BLOCK_R": block_r,
         "BLOCK_D": block_d,
-        "BLOCK_K": 16 if dim < 32 else 32,
+        "BLOCK_K": block_d if block_d <= 128 else 32,
     }
     return Launch(
         "store",
-        -(-num_tokens // block_r) * layout.num_kv_heads,
+        programs * layout.num_kv_heads,
         inputs=(
             "key", "value", "slot_mapping", "key_matrix", "value_matrix", "key_offset",
             "value_offset", "key_scale", "key_edges", "key_levels", "value_edges", "value_levels",
             "cache",
         ),
-        integers=(num_tokens, num_pages),
+        integers=(num_tokens, num_pages, programs),
         outputs=(Buffer("cache", layout.shape(num_pages), "uint8"),),
         constexprs=_items(**constexprs),
         num_warps=4 if block_d <= 256 else 8,

@@ -120,10 +120,12 @@ def store_plan(
         cache.shape[0],
         layout,
         dispatch.codec_traits(codec),
+        device,
         page_stride=layout.page_bytes,
         key_strides=strides,
         value_strides=strides,
         slot_stride=1,
+        cache_align=_ALIGN,
     )
 
 

@@ -211,6 +211,9 @@ def prepare_store(
     slot_mapping: ArraySpec,
     layout: CacheLayout,
     codec: Codec,
+    device: torch.device,
+    *,
+    cache_align: int,
 ) -> tuple[_Step, ...]:
     """The launch of a checked call with these arrays."""
     plan = dispatch.plan_store(
@@ -218,10 +221,12 @@ def prepare_store(
         cache.shape[0],
         layout,
         dispatch.codec_traits(codec),
+        device_of(device),
         page_stride=cache.strides[0],
         key_strides=key.strides,
         value_strides=value.strides,
         slot_stride=slot_mapping.strides[0],
+        cache_align=cache_align,
     )
     return (_step(plan),)
 

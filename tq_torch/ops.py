@@ -157,7 +157,9 @@ def _prepare_store(
     module = _choose(layout_, backend, arrays[2], align)
     if module is native:
         return layout_, module, {}
-    steps = launch.prepare_store(key, value, cache, slot_mapping, layout_, codec_)
+    steps = launch.prepare_store(
+        key, value, cache, slot_mapping, layout_, codec_, arrays[2][-1], cache_align=align
+    )
     return layout_, module, {"steps": steps}
 
 

@@ -56,7 +56,7 @@ def test_attention_in_three_splits(case):
     check_attention(case, "triton", "cuda", num_kv_splits=3)
 
 
-@pytest.mark.parametrize("case", ATTENTION[::2], ids=str)
+@pytest.mark.parametrize("case", [c for c in ATTENTION[::2] if c.head_dim <= 256], ids=str)
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_rows_on_the_m_axis(case, block_n):
     """The same numbers as with tokens there, but for the order of sums."""

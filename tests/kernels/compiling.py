@@ -26,7 +26,7 @@ TOOLS = Path(triton.__path__[0]) / "backends/nvidia/bin"
 
 _TYPES = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "uint8": "*u8", "int32": "*i32",
-    "int64": "*i64", "int8": "*i8",
+    "int64": "*i64", "int8": "*i8", "int16": "*i16",
 }  # fmt: skip
 _CODEC = dispatch.codec_arrays(Codec(QuantConfig.preset("4bit"), 128))
 #: Dtypes of the arrays that a launch may read, but for those of the tokens.

@@ -72,10 +72,12 @@ def test_store_and_dequantize(preset, order, target):
         16,
         layout,
         traits,
+        DEVICES[target],
         page_stride=layout.page_bytes,
         key_strides=(1024, 128, 1),
         value_strides=(1024, 128, 1),
         slot_stride=1,
+        cache_align=16,
     )
     compile_launch(plan, target)
     compile_launch(
@@ -107,25 +109,25 @@ def test_budget(preset):
     assert (made.operations["HMMA"], made.operations["IMMA"]) == matrix
 
 
-@pytest.mark.parametrize("preset, most", [("4bit", 800), ("3bit", 820), ("k8v4", 680)])
+@pytest.mark.parametrize("preset, most", [("4bit", 800), ("3bit", 820), ("k8v4", 695)])
 def test_budget_of_rows_on_the_m_axis(preset, most):
     """Instructions of a warp for 64 rows and 64 tokens of its group of warps."""
     plan = attention_plan(preset, query_len=2048, num_seqs=1, overrides={"block_n": 128}).attention
     made = report(compile_launch(plan, "sm_90"))
     assert plan.num_warps == 8
     assert made.loop <= most * ROOM
-    assert made.stack_bytes <= 32
+    assert made.stack_bytes <= 96
     assert made.operations["IGMMA"] + made.operations["HGMMA"] >= 12
 
 
 @pytest.mark.parametrize("num_splits", [2, 16, 64, 256])
 @pytest.mark.parametrize("head_dim", [64, 128, 576])
-def test_merge_keeps_to_its_lanes(num_splits, head_dim):
-    """No two lanes have the same coordinate, which both would write to shared memory."""
+def test_merge_is_one_warp(num_splits, head_dim):
+    """At most the splits' weights go through shared memory."""
     overrides = {"num_splits": num_splits}
     merge = attention_plan("4bit", head_dim=head_dim, overrides=overrides).merge
     made = report(compile_launch(merge, "sm_90"))
-    assert made.shared_bytes <= 128
+    assert made.shared_bytes <= 4 * min(num_splits, 128)
     assert made.stack_bytes <= 8
     assert merge.num_warps == 1
 

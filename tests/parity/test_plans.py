@@ -60,7 +60,7 @@ def test_store_and_dequantize(case, devices, monkeypatch):
     what = (case.layout, case.codec)
     table = np.zeros((3, 5), np.int32)
     for device in devices():
-        ours = torch_launch.prepare_store(key, value, cache, slots, *what)
+        ours = torch_launch.prepare_store(key, value, cache, slots, *what, None, cache_align=16)
         assert ours == (jax_launch.store_plan(inputs.key, inputs.cache, device, *what),)
         ours = torch_launch.prepare_dequantize(
             cache, spec(table, "int32"), *what, None, dtype=case.dtype, cache_align=16

@@ -33,7 +33,7 @@ from tq_core.kernels.codes import (
     load_values,
     typed_ptr,
 )
-from tq_core.kernels.order import wait_for_previous
+from tq_core.kernels.order import let_next_start, prefetch, wait_for_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -197,7 +197,7 @@ def _wide_tile(
     if VALUE_KIND == "int":
         z = z * decay + tl.sum(weight * value_zero[None, :], 1)
     part = tl.dot(scaled, tl.trans(v))
-    return (acc[0] * decay[:, None] + part,), m_new, l, z
+    return (tl.fma(acc[0], decay[:, None] + tl.zeros_like(acc[0]), part),), m_new, l, z
 
 
 @triton.jit
@@ -431,6 +431,28 @@ def _tile(
         return new, m_new, l, z
 
 
+@triton.jit
+def _prefetch_tile(
+    j, end_token, cache_ptr, pages_ptr, head,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    META_BASE: tl.constexpr, META_HEAD_STRIDE: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Asks for the whole pages of tile ``j``, of one head, before there is a query."""
+    PAGES: tl.constexpr = BLOCK_T // PAGE_SIZE
+    LANES: tl.constexpr = 32 // PAGES
+    lane = tl.arange(0, 32)
+    place = j * PAGES + lane // LANES
+    last = tl.maximum(end_token - 1, 0) // PAGE_SIZE
+    page = tl.load(pages_ptr + tl.minimum(place, last)).to(tl.int64)
+    page_ptr = cache_ptr + page * PAGE_STRIDE
+    part: tl.constexpr = HEAD_STRIDE // LANES
+    prefetch(page_ptr + head * HEAD_STRIDE + lane % LANES * part, part)
+    # Several lanes may ask for the same part of the metadata.
+    chunks: tl.constexpr = META_HEAD_STRIDE // 16
+    meta_ptr = page_ptr + META_BASE + head * META_HEAD_STRIDE
+    prefetch(meta_ptr + lane % LANES % chunks * 16, 16)
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_stride", "num_splits"]
 )
@@ -439,7 +461,8 @@ def attention(
     key_table_ptr, value_table_ptr, phase_ptr, value_shift_ptr, sinks_ptr, slopes_ptr,
     num_tokens, num_seqs, num_blocks, table_stride, num_splits,
     out_ptr, lse_ptr,
-    DECODE: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    DECODE: tl.constexpr, ONE_BLOCK: tl.constexpr, SHORT: tl.constexpr,
+    PARTIAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
@@ -461,7 +484,7 @@ def attention(
     VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One (block of query rows, KV head, KV split).
 
@@ -471,7 +494,11 @@ def attention(
     ``WIDE``: query rows lie on the M axis of the dots, for blocks of 64 rows or more.
     ``DECODE``: row b belongs to sequence b; otherwise ``num_blocks`` covers every sequence's rows
     and the rows past the last sequence, found by bisection of ``query_start_loc``.
+    ``SHORT``: sequences of at most that many rows, of all heads of a group, are another launch's.
+    ``ONE_BLOCK``: that launch, a block for each sequence; it has partial sums
+    ``[B, Hk, BLOCK_N, num_splits, ...]``.
     """
+    let_next_start(EARLY)
     pid = tl.program_id(0)
     block = pid % num_blocks
     rest = pid // num_blocks
@@ -485,6 +512,13 @@ def attention(
         first_row = seq
         num_rows: tl.constexpr = 1
         first_column = (block % BLOCKS) * BLOCK_N
+    elif ONE_BLOCK:
+        seq = block
+        first_row = tl.load(query_start_loc_ptr + seq)
+        num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
+        first_column = 0
+        if num_rows * GROUP > BLOCK_N:
+            return
     else:
         low = 0
         high = num_seqs
@@ -510,6 +544,14 @@ def attention(
     row = column // GROUP
     query_head = head * GROUP + column % GROUP
     flat = (first_row + row).to(tl.int64) * NUM_QUERY_HEADS + query_head
+    part = flat * num_splits + split
+    if ONE_BLOCK:
+        part = ((seq * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N + offs_n) * num_splits + split
+    if SHORT > 0:
+        if (seq < num_seqs) & (num_rows * GROUP <= SHORT):
+            if PARTIAL:
+                tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
+            return
     if DECODE:
         seq_len = tl.load(seq_lens_ptr + seq)
     else:
@@ -553,6 +595,13 @@ def attention(
     if VALUE_UNIT == 6:
         # From memory: only what follows from loads is computed where the matrix unit wants it.
         value_phase = tl.load(phase_ptr + tl.arange(0, BLOCK_VALUE))[:, None]
+    pages_ptr = block_table_ptr + seq.to(tl.int64) * table_stride
+    if EARLY and PREFETCH:
+        if start < stop:
+            _prefetch_tile(
+                start, end_token, cache_ptr, pages_ptr, head, PAGE_SIZE, PAGE_STRIDE,
+                KEY_HEAD_STRIDE, META_BASE, META_HEAD_STRIDE, BLOCK_T,
+            )  # fmt: skip
     wait_for_previous(PDL)
     q = ()
     if KEY_KIND == "grid":
@@ -613,7 +662,6 @@ def attention(
     # A block of one position needs no mask of its own: the range of tokens says it all.
     ROW_CAUSAL: tl.constexpr = CAUSAL and not DECODE
     ROW_WINDOW: tl.constexpr = 0 if DECODE else WINDOW
-    pages_ptr = block_table_ptr + seq.to(tl.int64) * table_stride
     for j in range(whole_start, whole_stop):
         acc, m, l, z = _tile(
             j, acc, m, l, z, q, row_scale, row_bias, row_const, slope, position, key_table,
@@ -649,7 +697,6 @@ def attention(
         z = tl.sum(z, 0)
     mask_row = mask_n
     if PARTIAL:
-        part = flat * num_splits + split
         tl.store(lse_ptr + part * 2, m, mask=mask_n)
         tl.store(lse_ptr + part * 2 + 1, l, mask=mask_n)
         mask_row = mask_row & (l != 0)
@@ -710,59 +757,73 @@ def attention(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge(
-    part_ptr, state_ptr, sinks_ptr,
+    part_ptr, state_ptr, sinks_ptr, query_start_loc_ptr, previous_out_ptr, previous_lse_ptr,
     num_splits,
     out_ptr, lse_ptr,
+    ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of one row from the partial sums of its splits; the sink is counted here.
 
-    A program has ``BLOCK_D`` coordinates, 128 or more: then each lane has its own, and nothing goes
-    through shared memory. ``BLOCK_S`` covers the splits, ``BLOCK_C`` of them are loaded at once.
+    A program is one warp and has ``BLOCK_D`` coordinates; ``BLOCK_S`` splits are loaded at once.
+    ``ONE_BLOCK``: of the rows of `attention` with that flag; the others stay as they are, in
+    ``previous_out_ptr`` and ``previous_lse_ptr``, which are the outputs.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
-    row = (pid // BLOCKS).to(tl.int64)
+    part_row = (pid // BLOCKS).to(tl.int64)
+    row = part_row
     block = pid % BLOCKS
+    if ONE_BLOCK:
+        column = pid // BLOCKS % BLOCK_N
+        unit = pid // BLOCKS // BLOCK_N
+        kv_heads: tl.constexpr = NUM_QUERY_HEADS // GROUP
+        seq = unit // kv_heads
+        first_row = tl.load(query_start_loc_ptr + seq)
+        num_columns = (tl.load(query_start_loc_ptr + seq + 1) - first_row) * GROUP
+        if (num_columns > BLOCK_N) | (column >= num_columns):
+            return
+        row = (first_row + column // GROUP).to(tl.int64) * NUM_QUERY_HEADS
+        row = row + unit % kv_heads * GROUP + column % GROUP
     head = row % NUM_QUERY_HEADS
-    offs_s = tl.arange(0, BLOCK_S)
     offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
-    mask_s = offs_s < num_splits
-    state_ptr = state_ptr + row * num_splits * 2
-    part_ptr = part_ptr + row * num_splits * HEAD_DIM
-    wait_for_previous(PDL)
-    l = tl.load(state_ptr + offs_s * 2 + 1, mask=mask_s, other=0.0)
-    m = tl.load(state_ptr + offs_s * 2, mask=mask_s, other=NEVER)
-    live = l != 0
-    m = tl.where(live, m, NEVER)
-    top = tl.max(m, 0)
+    state_ptr = state_ptr + part_row * num_splits * 2
+    part_ptr = part_ptr + part_row * num_splits * HEAD_DIM
+    top = NEVER
     nothing = float("-inf")
     if HAS_SINKS:
         nothing = tl.load(sinks_ptr + head)
         sink = nothing * LOG2E
-        top = tl.maximum(top, tl.where(sink == float("-inf"), NEVER, sink))
-    mass = tl.sum(tl.where(live, tl.exp2(m - top), 0.0) * l, 0)
+        top = tl.where(sink == float("-inf"), NEVER, sink)
+    mass = 0.0
+    o = tl.zeros([BLOCK_D], tl.float32)
+    wait_for_previous(PDL)
+    for first in range(0, num_splits, BLOCK_S):
+        offs_s = first + tl.arange(0, BLOCK_S)
+        mask_s = offs_s < num_splits
+        part = tl.load(
+            part_ptr + offs_s[:, None] * HEAD_DIM + offs_d[None, :],
+            mask=mask_s[:, None] & mask_d[None, :],
+            other=0.0,
+        )
+        l = tl.load(state_ptr + offs_s * 2 + 1, mask=mask_s, other=0.0)
+        m = tl.load(state_ptr + offs_s * 2, mask=mask_s, other=NEVER)
+        # What a split that saw nothing left in its place is not a number to count on.
+        live = l != 0
+        m = tl.where(live, m, NEVER)
+        new_top = tl.maximum(top, tl.max(m, 0))
+        weight = tl.exp2(m - new_top)
+        decay = tl.exp2(top - new_top)
+        mass = mass * decay + tl.sum(weight * l, 0)
+        part = tl.where(live[:, None], part * weight[:, None], 0.0)
+        o = o * decay + tl.sum(part, 0)
+        top = new_top
     total = mass
     if HAS_SINKS:
         total = total + tl.exp2(sink - top)
-    o = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, num_splits, BLOCK_C):
-        offs_c = first + tl.arange(0, BLOCK_C)
-        mask_c = offs_c < num_splits
-        part = tl.load(
-            part_ptr + offs_c[:, None] * HEAD_DIM + offs_d[None, :],
-            mask=mask_c[:, None] & mask_d[None, :],
-            other=0.0,
-        )
-        part_l = tl.load(state_ptr + offs_c * 2 + 1, mask=mask_c, other=0.0)
-        part_m = tl.load(state_ptr + offs_c * 2, mask=mask_c, other=NEVER)
-        # What a split that saw nothing left in its place is not a number to count on.
-        part = tl.where((part_l != 0)[:, None], part * tl.exp2(part_m - top)[:, None], 0.0)
-        o = o + tl.sum(part, 0)
     o = tl.where(mass != 0, o / tl.where(total != 0, total, 1.0), 0.0)
     at = (row // NUM_QUERY_HEADS) * OUT_STRIDE_N + head * OUT_STRIDE_H + offs_d * OUT_STRIDE_D
     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask_d)

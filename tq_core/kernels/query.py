@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tq_core.kernels.codes import grid_coordinate
-from tq_core.kernels.order import wait_for_previous
+from tq_core.kernels.order import let_next_start, wait_for_previous
 
 LARGEST = tl.constexpr(127.0 * 128.0)
 #: What the second fp16 number of a pair is multiplied by.
@@ -116,7 +116,7 @@ def transform_query(
     OFFSET_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_OUT: tl.constexpr,
     BLOCK_KEY: tl.constexpr, KEY_CODES: tl.constexpr, KEY_STRIDED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """fp16 ``[N, Hq, D]`` or int8 ``[N, Hq, 2, K]`` queries; fp32 ``[N, Hq]`` scales, constants.
 
@@ -149,6 +149,8 @@ def transform_query(
     if WHOLE:
         high, low = _load_matrix(matrix_ptr, coordinate, mask_o, offs_d, HEAD_DIM, LOW_AT)
     wait_for_previous(PDL)
+    # Not before: the next kernel may then read what kernels before this one have written.
+    let_next_start(EARLY)
     mask = mask_n[:, None] & mask_d[None, :]
     x = tl.load(row_ptr[:, None] + offs_d[None, :] * STRIDE_D, mask=mask, other=0.0).to(tl.float32)
     scale, inverse = power_of_two(tl.max(tl.abs(x), 1))
