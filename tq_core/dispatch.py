@@ -533,9 +533,10 @@ def _token_bytes(reader: Mapping[str, Any]) -> int:
 
 def _is_prefetched(page: Mapping[str, Any], layout: CacheLayout, block_t: int, align: int) -> bool:
     """Whether the bytes of a head in whole pages of a tile can be asked for by 32 lanes."""
-    if block_t % layout.page_size or not page["VALUE_WORD_MAJOR"]:
+    pages = block_t // layout.page_size
+    if block_t % layout.page_size or pages > 32 or not page["VALUE_WORD_MAJOR"]:
         return False
-    lanes = 32 * layout.page_size // block_t
+    lanes = 32 // pages
     numbers = (page["PAGE_STRIDE"], page["META_BASE"], page["META_HEAD_STRIDE"], align)
     return page["KEY_HEAD_STRIDE"] % (16 * lanes) == 0 and not any(n % 16 for n in numbers)
 

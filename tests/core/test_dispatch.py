@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.kernels.plans import DEVICES, attention_plan
+from tests.cases import ATTENTION_CASES
+from tests.kernels.plans import DEVICES, attention_plan, case_plan
 from tq_core import PRESETS, CacheLayout, Codec, QuantConfig, dispatch
 from tq_core.dispatch import MAX_SCRATCH_BYTES, SPLITS
 from tq_core.validation import ArraySpec, check_attention
@@ -178,3 +179,30 @@ def test_foreign_centroids_take_the_table():
     )
     assert (own.key_kind, own.value_kind) == ("grid", "poly")
     assert (foreign.key_kind, foreign.value_kind) == ("table", "table")
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64, 128])
+@pytest.mark.parametrize("num_seqs", [1, 64])
+def test_early_starts_leave_room(page_size, num_seqs):
+    """Few programs start early, and then ask for whole pages with 32 lanes."""
+    plan = attention_plan("4bit", page_size=page_size, num_seqs=num_seqs, overrides={"block_t": 64})
+    few = plan.num_splits > 1 and plan.attention.grid <= 4 * H200.num_sms
+    assert constants(plan.query)["EARLY"] == constants(plan.attention)["EARLY"] == few
+    assert few == (num_seqs == 1)
+    assert constants(plan.attention)["PREFETCH"] == (few and page_size in (16, 64))
+
+
+def test_short_sequences_beside_long_ones_are_a_launch_of_their_own():
+    """Where rows may differ; a batch of equal chunks, of drafts or of decodes needs none."""
+    for query_len in (1, 4, 2048):
+        assert attention_plan("4bit", query_len=query_len).short is None
+    case = next(
+        c for c in ATTENTION_CASES if len({rows for rows, _ in c.batch}) > 1 and c.group > 1
+    )
+    plan = case_plan(case, "sm_90")
+    assert constants(plan.attention)["SHORT"] == constants(plan.short)["BLOCK_N"]
+    assert constants(plan.short)["BLOCK_N"] < constants(plan.attention)["BLOCK_N"]
+    assert [launch.kernel for launch in plan.launches if launch.kernel != "transform_output"] == [
+        "transform_query", "attention", *["merge"] * (plan.merge is not None), "attention", "merge",
+    ]  # fmt: skip
+    assert plan.short_merge.inputs[-2:] == tuple(o.name for o in plan.short_merge.outputs)
