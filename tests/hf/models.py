@@ -140,39 +140,61 @@ def oracle_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Plain attention in float32 over the unpacked cache, a sequence at a time."""
+    """Plain attention in float32 over the unpacked cache, a sequence at a time.
+
+    Where the layer has tokens in 16 bit, a row meets the model's own keys and values in their
+    place; that is for the first pass of a cache, which has them all.
+    """
     layer = layer_of(key)
     assert layer is not None
+    first, recent = layer.exact.first, layer.exact.recent
+    assert not layer.length or not (first or recent)
     layer.append(attention_mask)
     batch, _, rows, _ = query.shape
     stop = layer.get_seq_length()
     is_token = torch.ones(batch, stop, dtype=torch.bool, device=query.device)
     is_token = is_token if attention_mask is None else attention_mask
-    keys, values = layer.dequantize(is_token.sum(1).int(), torch.float32)
+    packed = layer.dequantize((is_token.sum(1).int() - first).clamp(min=0), torch.float32)
     out = torch.zeros_like(query, dtype=torch.float32)
     for b in range(batch):
         count = int(is_token[b].sum())
         new = is_token[b, stop - rows :]
         position = (is_token[b].cumsum(0)[stop - rows :] - 1)[new]
-        row_out = _attend(
-            query[b][:, new].float(),
-            keys[b, :count].transpose(0, 1),
-            values[b, :count].transpose(0, 1),
-            position,
-            (scaling, sliding_window, softcap, s_aux),
-        )
-        out[b][:, new] = row_out
+        far = [_far(x[b].transpose(0, 1), first, count) for x in packed]
+        near = [x[b][:, new].float() for x in (key, value)] if first or recent else far
+        column = torch.arange(count, device=query.device)
+        is_near = (column < first) | (column > position[:, None] - recent)
+        options = scaling, sliding_window, softcap, s_aux
+        rows_of_b = query[b][:, new].float()
+        out[b][:, new] = _attend(rows_of_b, near, far, is_near, position, options)
     return out.transpose(1, 2).to(query.dtype), None
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, position: Tensor, options: Any) -> Tensor:
+def _far(packed: Tensor, first: int, count: int) -> Tensor:
+    """Unpacked ``[Hk, count, D]``, NaN for the first tokens, which are not packed."""
+    return torch.nn.functional.pad(packed, (0, 0, first, 0), value=torch.nan)[:, :count]
+
+
+def _attend(
+    query: Tensor,
+    near: list[Tensor],
+    far: list[Tensor],
+    is_near: Tensor,
+    position: Tensor,
+    options: Any,
+) -> Tensor:
     scaling, window, softcap, sinks = options
-    groups = len(query) // len(keys)
-    keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
-    scores = scaling * query @ keys.transpose(1, 2)  # [Hq, T, S]
+    groups = len(query) // len(near[0])
+    (near_keys, near_values), (far_keys, far_values) = (
+        [x.repeat_interleave(groups, 0) for x in pair] for pair in (near, far)
+    )
+    scores = torch.where(  # [Hq, T, S]
+        is_near, query @ near_keys.transpose(1, 2), query @ far_keys.transpose(1, 2)
+    )
+    scores = scaling * scores
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    column = torch.arange(keys.shape[1], device=keys.device)
+    column = torch.arange(scores.shape[-1], device=scores.device)
     seen = column <= position[:, None]
     if window is not None:
         seen &= column > position[:, None] - window
@@ -180,7 +202,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, position: Tensor, optio
     if sinks is not None:
         sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, sink], -1)
-    return scores.softmax(-1)[..., : keys.shape[1]] @ values
+    weights = scores.softmax(-1)[..., : len(column)]
+    far_values = far_values.nan_to_num()  # their weights are 0
+    return weights * is_near @ near_values + weights * ~is_near @ far_values
 
 
 AttentionInterface.register(ORACLE, oracle_attention)

@@ -80,8 +80,8 @@ def turboquant_attention(
             f"attention_mask: a mask of {attention_mask.ndim} dimensions is not supported; a "
             "packed cache serves causal attention with the padding mask [B, positions]"
         )
-    step = layer.append(attention_mask)
-    return layer.attend(query, step, scale=scaling, softcap=softcap, sinks=s_aux), None
+    out = layer.attend(query, attention_mask, scale=scaling, softcap=softcap, sinks=s_aux)
+    return out, None
 
 
 def padding_mask(
