@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import doctest
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,14 +341,6 @@ def test_transformers_missing_says_what_to_install() -> None:
     result = run_without(["transformers"], "import tq_torch; import tq_torch.hf")
     assert result.returncode
     assert "pip install 'tq-attention[hf]'" in result.stderr
-
-
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
-def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[2] / "docs/transformers.md").read_text(encoding="utf-8")
-    code = text.split("```python\n")[1].split("```")[0]
-    exec(compile(code, "docs/transformers.md", "exec"), {})
-    assert "[2, 13]" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
