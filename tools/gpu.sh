@@ -20,7 +20,8 @@ bench() { # subcommand, arguments
 
 run() {
     case $1 in
-    tests) "$python" -m pytest -q -m gpu -n "$jobs" tests/gpu tests/parity tests/torch/test_gpu.py ;;
+    tests) "$python" -m pytest -q -m gpu -n "$jobs" tests/gpu tests/parity tests/torch/test_gpu.py \
+        tests/hf/test_gpu.py ;;
     sanitize) tools/sanitize.sh ;;
     decode) bench decode --grid --check --jobs "$jobs" ;;
     chunk) bench chunk --jobs "$jobs" ;;

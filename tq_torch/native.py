@@ -659,7 +659,8 @@ def dequantize(
             place = count.nonzero().flatten()
         token = layout.num_kv_heads * layout.head_dim
         tokens = max(1, _tile_elements(device) // token)
-        for part in place.split(max(1, tokens // size)):
+        parts = place.split(max(1, tokens // size)) if len(place) else ()
+        for part in parts:
             data = reader.gather(cache, page[part][None])
             for slot in range(0, size, min(size, tokens)):
                 slots = slice(slot, min(size, slot + tokens))

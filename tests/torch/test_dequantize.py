@@ -83,3 +83,19 @@ def test_tokens_past_the_end_are_zero():
         assert not keys[row, length:].any()
         assert not values[row, length:].any()
         assert torch.isfinite(keys[row]).all()
+
+
+def test_empty_sequences_alone_are_zero():
+    case = CASES[0]
+    tensors = attention_tensors(case)
+    result = tq_torch.dequantize(
+        tensors["cache"],
+        tensors["block_table"],
+        torch.zeros_like(tensors["seq_lens"]),
+        layout=case.layout,
+        codec=case.codec,
+        dtype=torch.float32,
+    )
+    for dense in result:
+        assert len(dense) == len(tensors["seq_lens"])
+        assert not dense.any()
