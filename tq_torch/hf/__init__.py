@@ -10,7 +10,7 @@ try:
     import transformers  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "tq_torch.hf needs transformers; pip install 'tq-attention[hf]' brings it"
+        "tq_torch.hf needs transformers 5.17 or newer: pip install transformers"
     ) from error
 
 from tq_torch.hf.attention import ATTENTION_NAME, padding_mask, register, turboquant_attention
