@@ -34,9 +34,9 @@ MIN_TOKENS = {"fitting": 768, "held-out": 192}
 MARGIN = 0.02
 #: Mean squared relative error of fp8 (e4m3) on normal numbers, measured on 10^6 of them.
 FP8_NOISE = 6.8e-4
-#: What a key of an fp8 codec with a transform is scaled to, a coordinate's root mean square: far
-#: from the 448 where the format saturates and from the 2^-6 where it loses digits.
-FP8_TARGET = 4.0
+#: Root mean square of a coordinate of transformed keys: far from the 448 where fp8 saturates and
+#: from the 2^-6 where it loses digits.
+KEY_SIZE = 4.0
 
 OFFSET_CHOICES = (False, True)
 
@@ -224,24 +224,25 @@ class Part:
 
     Attributes:
         coded: moments of keys or values of each KV head.
-        read: float64 ``[Hk, D, D]``, second moments of queries, or of the output projection.
+        read: moments of queries, or second moments of the output projection.
         tokens: tokens that the moments are of.
+        importance: float64 ``[Hk]``, what a head's error counts, relative to others.
     """
 
     coded: Moments
-    read: np.ndarray
+    read: Moments
     tokens: int
+    importance: np.ndarray
 
     def error(self, offset: np.ndarray | None, transform: np.ndarray | None) -> float:
         """Mean squared error of scores (outputs) per unit of noise, summed over heads."""
         around = self.coded.raw if offset is None else self.coded.around(offset)
-        weights = self.coded.weight / max(self.coded.weight.max(), 1e-300)
-        return float((weights * isotropic_error(around, self.read, transform)).sum())
+        return float((self.importance * isotropic_error(around, self.read.raw, transform)).sum())
 
     def __add__(self, other: Part) -> Part:
         tokens = self.tokens + other.tokens
-        read = (self.read * self.tokens + other.read * other.tokens) / tokens
-        return Part(self.coded + other.coded, read, tokens)
+        importance = (self.importance * self.tokens + other.importance * other.tokens) / tokens
+        return Part(self.coded + other.coded, self.read + other.read, tokens, importance)
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ def fit(
     Raises:
         ValueError: too few tokens.
     """
-    head_dim = fitting.read.shape[-1]
+    head_dim = fitting.coded.mean.shape[-1]
     check_tokens(fitting.tokens, held_out.tokens, head_dim)
     plain = held_out.error(None, None)
     candidates: list[tuple[float, bool, float | None]] = [(plain * (1 - MARGIN), False, None)]
@@ -330,7 +331,7 @@ def _solve(
     if shrinkage is None:
         return offset, None
     coded = part.coded.centred if centre else part.coded.raw
-    return offset, best_transform(shrunk(coded, shrinkage), shrunk(part.read, shrinkage))
+    return offset, best_transform(shrunk(coded, shrinkage), shrunk(part.read.raw, shrinkage))
 
 
 def _mean_energy(moments: Moments) -> float:
@@ -379,45 +380,72 @@ def _normal_range(count: int) -> float:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The fits of a layer's keys and values, and what makes codecs of any format of them.
+    """The fits of a layer's keys and values.
 
     Attributes:
         key, value: what they are coded with.
-        key_rms: float64 ``[Hk]``, root mean square of a coordinate of ``T (k - mu)``.
+        key_scale: float64 ``[Hk]``, what the key transform is multiplied by, so that every format
+            finds keys of one size.
     """
 
     key: Fit
     value: Fit
-    key_rms: np.ndarray = field(repr=False)
+    key_scale: np.ndarray = field(repr=False)
 
     def codec(self, config: QuantConfig, head_dim: int, seed: int = 0) -> Codec:
         """The codec of a format.
-
-        fp8 keys and affine values have no rotation of their own; theirs goes into the transform,
-        so that what they round is isotropic, as the fit assumes.
 
         Args:
             config: the formats.
             head_dim: D.
             seed: chooses the rotation.
         """
-        rotation = make_rotation(head_dim, seed).astype(np.float64)
-        key = self.key.transform
-        if not config.key_is_codebook:
-            scale = (FP8_TARGET / np.maximum(self.key_rms, 1e-12))[:, None, None]
-            key = scale * (rotation if key is None else rotation @ key)
-        value = self.value.transform
-        if not config.value_is_codebook:
-            value = rotation if value is None else rotation @ value
-        return Codec(
-            config,
+        key = np.eye(head_dim)[None] if self.key.transform is None else self.key.transform
+        codec = Codec(
+            QuantConfig(key="mse4", value="mse4"),
             head_dim,
-            rotation=rotation.astype(np.float32),
+            seed=seed,
             key_offset=self.key.offset,
             value_offset=self.value.offset,
-            key_transform=key,
-            value_transform=value,
+            key_transform=self.key_scale[:, None, None] * key,
+            value_transform=self.value.transform,
         )
+        return recode(codec, config)
+
+
+def recode(codec: Codec, config: QuantConfig, seed: int | None = None) -> Codec:
+    """The codec of another format with the same offsets and transforms.
+
+    fp8 keys and affine values have no rotation of their own; theirs goes into the transform, so
+    that what they round is isotropic, as a fit assumes. For fp8 keys the transform also has to
+    bring keys to a size that the format holds, which that of a :class:`LayerFit` does.
+
+    Args:
+        codec: of one layer.
+        config: the new formats.
+        seed: chooses another rotation. Default: that of ``codec`` stays.
+    """
+    old = codec.config
+    rotation = codec.rotation if seed is None else make_rotation(codec.head_dim, seed)
+
+    def arranged(transform: np.ndarray | None, was: bool, now: bool) -> np.ndarray | None:
+        # A transform that holds a rotation is as good as one that does not under another one.
+        if now or not (was or seed is not None):
+            return transform
+        wide = rotation.astype(np.float64)
+        return wide[None] if transform is None else wide @ transform
+
+    return Codec(
+        config,
+        codec.head_dim,
+        rotation=rotation,
+        key_offset=codec.key_offset,
+        value_offset=codec.value_offset,
+        key_transform=arranged(codec.key_transform, old.key_is_codebook, config.key_is_codebook),
+        value_transform=arranged(
+            codec.value_transform, old.value_is_codebook, config.value_is_codebook
+        ),
+    )
 
 
 def fit_layer(
@@ -441,7 +469,7 @@ def fit_layer(
     if key.transform is not None:
         metric = key.transform.swapaxes(-1, -2) @ key.transform
     rms = np.sqrt((metric * coded).sum((-2, -1)) / coded.shape[-1])
-    return LayerFit(key, value, rms)
+    return LayerFit(key, value, np.where(rms > 0, KEY_SIZE / np.maximum(rms, 1e-12), 1.0))
 
 
 # --- bits of each layer -----------------------------------------------------------------------

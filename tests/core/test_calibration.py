@@ -28,10 +28,10 @@ def draw(rng, count, moments, mean=0.0):
 
 
 def part(keys, queries):
-    moments = Moments(*keys.shape[1:])
-    moments.add(keys)
-    read = np.einsum("nhd,nhe->hde", queries, queries) / len(queries)
-    return Part(moments, read, len(keys))
+    coded, read = Moments(*keys.shape[1:]), Moments(*keys.shape[1:])
+    coded.add(keys)
+    read.add(queries)
+    return Part(coded, read, len(keys), np.ones(keys.shape[1]))
 
 
 # --- moments --------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_the_noise_of_a_value_format(name, rng):
 def test_the_noise_of_fp8_keys(rng):
     vectors = 1e-3 * rng.standard_normal((500, 1, 64))
     fit = calibration.Fit(None, None, 0.0, 1.0, 0.0, 0)
-    codec = calibration.LayerFit(fit, fit, np.full(1, 1e-3)).codec(QuantConfig(key="fp8"), 64)
+    codec = calibration.LayerFit(fit, fit, np.full(1, 4e3)).codec(QuantConfig(key="fp8"), 64)
     back = round_trip(vectors, codec)[0]
     error = np.square(back - vectors).sum() / np.square(vectors).sum()
     assert error == pytest.approx(calibration.noise("fp8", 64), rel=0.06)
@@ -261,3 +261,22 @@ def test_a_budget_below_the_smallest_formats_is_refused():
     layers = [[Choice(QuantConfig(), 34, 1.0)]] * 2
     with pytest.raises(ValueError, match=r"budget: expected at least 34 bytes .* got 30"):
         calibration.allocate(layers, 30)
+
+
+# --- other formats --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("old, new", [*itertools.permutations(["4bit_hq", "k8v4", "2bit"], 2)])
+def test_a_codec_of_another_format_keeps_the_transform(old, new, seed, rng):
+    transforms = {f"{side}_transform": positive(rng) for side in ("key", "value")}
+    codec = Codec(QuantConfig.preset(old), DIM, key_offset=rng.standard_normal(DIM), **transforms)
+    other = calibration.recode(codec, QuantConfig.preset(new), seed)
+    assert other.config == QuantConfig.preset(new)
+    np.testing.assert_array_equal(other.key_offset, codec.key_offset)
+    for name in ("key_matrix", "value_matrix"):
+        mine, its = (np.asarray(getattr(c, name), np.float64) for c in (codec, other))
+        metric, same = (m.swapaxes(1, 2) @ m for m in (mine, its))
+        np.testing.assert_allclose(same, metric, rtol=1e-4, atol=1e-4 * abs(metric).max())
+    again = calibration.recode(other, QuantConfig.preset(new))
+    assert again == other
