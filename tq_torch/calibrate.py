@@ -31,7 +31,7 @@ from tq_core.layout import CacheLayout
 #: Names under which models keep the projection that follows attention.
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 #: Query rows whose scores exist at a time.
-_ROWS = 2048
+_ROWS = 512
 
 _names = (f"turboquant_calibration_{number}" for number in itertools.count())
 
