@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import inspect
 import math
 import statistics
 from collections.abc import Sequence
@@ -214,6 +215,9 @@ class _Run:
     def __init__(self, language: LanguageModel, codecs: list[Codec] | None, length: int) -> None:
         self.torch: Any = import_module("torch")
         self.model = language.model
+        # Its name from some version on; the older one then warns.
+        parameters = inspect.signature(self.model.forward).parameters
+        self.argument = "cache" if "cache" in parameters else "past_key_values"
         if codecs is None:
             cache: Any = import_module("transformers").DynamicCache
             self.cache, self.attention = cache(config=self.model.config), "sdpa"
@@ -229,7 +233,7 @@ class _Run:
         self.model.set_attn_implementation(self.attention)
         tokens = self.torch.tensor([list(ids)], device=next(self.model.parameters()).device)
         with self.torch.inference_mode():
-            logits = self.model(tokens, past_key_values=self.cache, use_cache=True).logits
+            logits = self.model(tokens, use_cache=True, **{self.argument: self.cache}).logits
         return logits[0].float().log_softmax(-1)
 
 
