@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import tq_core
-from tq_cli import info, plan
+from tq_cli import calibrate, evaluate, info, plan
 from tq_cli.errors import CommandError
 
 
@@ -36,6 +36,12 @@ class _Entry(NamedTuple):
 COMMANDS = {
     "info": _Entry(info, "say what this machine can run", info.DESCRIPTION),
     "plan": _Entry(plan, "say how many tokens of a model fit into memory", plan.DESCRIPTION),
+    "calibrate": _Entry(
+        calibrate, "measure a model and write a codec for each layer", calibrate.DESCRIPTION
+    ),
+    "eval": _Entry(
+        evaluate, "measure what packing the cache costs in accuracy", evaluate.DESCRIPTION
+    ),
 }
 
 

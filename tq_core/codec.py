@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from weakref import ref
@@ -276,28 +279,142 @@ class Codec:
         """
         arrays, metadata = files.load(path, kind="codec")
         try:
-            config = QuantConfig(
-                key=metadata["key"],
-                value=metadata["value"],
-                norm_correction={"true": True, "false": False}[metadata["norm_correction"]],
-                key_packing=metadata["key_packing"],
-            )
-            required = {
-                "rotation": True,
-                "key_scale": True,
-                "centroids": config.key_is_codebook,
-                "value_centroids": config.value_is_codebook,
-            }
-            if missing := [n for n, needed in required.items() if needed and n not in arrays]:
-                raise KeyError(f"missing arrays {missing}")
-            arguments: dict[str, Any] = {name: arrays.pop(name, None) for name in _ARRAYS}
-            if config.key_is_codebook:
-                arguments["key_scale"] = None
-            if arrays:
-                raise KeyError(f"unknown arrays {sorted(arrays)}")
-            return cls(config, int(metadata["head_dim"]), **arguments)
+            return cls._restore(arrays, metadata)
         except (KeyError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)}: not a valid codec file: {error}") from error
+
+    @classmethod
+    def _restore(cls, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Codec:
+        """The codec with these ``_arrays`` and ``_metadata``."""
+        arrays = dict(arrays)
+        config = QuantConfig(
+            key=metadata["key"],
+            value=metadata["value"],
+            norm_correction={"true": True, "false": False}[metadata["norm_correction"]],
+            key_packing=metadata["key_packing"],
+        )
+        required = {
+            "rotation": True,
+            "key_scale": True,
+            "centroids": config.key_is_codebook,
+            "value_centroids": config.value_is_codebook,
+        }
+        if missing := [n for n, needed in required.items() if needed and n not in arrays]:
+            raise KeyError(f"missing arrays {missing}")
+        arguments: dict[str, Any] = {name: arrays.pop(name, None) for name in _ARRAYS}
+        if config.key_is_codebook:
+            arguments["key_scale"] = None
+        if arrays:
+            raise KeyError(f"unknown arrays {sorted(arrays)}")
+        return cls(config, int(metadata["head_dim"]), **arguments)
+
+
+@dataclass(frozen=True)
+class CodecFile:
+    """What :func:`load_codecs` read.
+
+    Attributes:
+        codecs: a codec for each layer.
+        model: what the file says about its model, plain strings; ``num_kv_heads`` where known.
+        report: what the calibration measured, or whatever else was saved; JSON values.
+    """
+
+    codecs: tuple[Codec, ...]
+    model: dict[str, str]
+    report: dict[str, Any]
+
+
+def save_codecs(
+    path: str | os.PathLike[str],
+    codecs: Sequence[Codec],
+    model: Mapping[str, str] | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the codecs of a model's layers as one safetensors file, atomically.
+
+    Args:
+        path: file to create or replace.
+        codecs: one for each layer, of one head_dim.
+        model: names of the model and its sizes, to be compared by whoever loads the file.
+        report: JSON values to keep beside the codecs.
+
+    Raises:
+        ImportError: the ``safetensors`` package is missing.
+        ValueError: no codecs, or codecs of several head_dims or numbers of KV heads.
+    """
+    if not codecs:
+        raise ValueError("codecs: expected at least one")
+    for name in ("head_dim", "num_kv_heads"):
+        found = {value for codec in codecs if (value := getattr(codec, name)) is not None}
+        if len(found) > 1:
+            raise ValueError(f"codecs: expected one {name} in all, got {sorted(found)}")
+    arrays: dict[str, np.ndarray] = {}
+    layers = []
+    places: dict[tuple[str, bytes], str] = {}
+    for number, codec in enumerate(codecs):
+        names = {}
+        for name, array in codec._arrays().items():
+            # Layers mostly share rotation and centroids: what is equal is stored once.
+            content = name, hashlib.sha256(repr(array.shape).encode() + array.tobytes()).digest()
+            names[name] = places.setdefault(content, f"{number}.{name}")
+            arrays.setdefault(names[name], array)
+        layers.append({**codec._metadata(), "digest": codec.digest, "arrays": names})
+    metadata = {
+        "kind": "codecs",
+        "layers": json.dumps(layers),
+        "model": json.dumps(dict(model or {})),
+        "report": json.dumps(dict(report or {})),
+    }
+    files.save(path, arrays, metadata)
+
+
+def load_codecs(
+    path: str | os.PathLike[str],
+    *,
+    num_layers: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> CodecFile:
+    """Reads a file of :func:`save_codecs`, and checks that it is for a model of these sizes.
+
+    Args:
+        path: the file.
+        num_layers: layers that the model has; None does not check.
+        num_kv_heads: KV heads of the model; None does not check.
+        head_dim: of the model; None does not check.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ImportError: the ``safetensors`` package is missing.
+        ValueError: not such a file, a damaged one, or one for another model.
+    """
+    where = os.fspath(path)
+    arrays, metadata = files.load(path, kind="codecs")
+    codecs = []
+    try:
+        model, report = json.loads(metadata["model"]), json.loads(metadata["report"])
+        for number, layer in enumerate(json.loads(metadata["layers"])):
+            own = {name: arrays[place] for name, place in layer["arrays"].items()}
+            codec = Codec._restore(own, layer)
+            if codec.digest != layer["digest"]:
+                raise ValueError(f"layer {number} is not the codec that was saved")
+            codecs.append(codec)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: not a valid file of codecs: {error}") from error
+    heads = {heads for codec in codecs if (heads := codec.num_kv_heads) is not None}
+    if "num_kv_heads" in model:
+        heads.add(int(model["num_kv_heads"]))
+    dims = {codec.head_dim for codec in codecs}
+    for name, wanted, found in (
+        ("layers", num_layers, {len(codecs)}),
+        ("KV heads", num_kv_heads, heads),
+        ("coordinates a head (head_dim)", head_dim, dims),
+    ):
+        if wanted is not None and found - {wanted}:
+            raise ValueError(
+                f"{where}: expected codecs for a model of {wanted} {name}, got {max(found)}"
+            )
+    return CodecFile(tuple(codecs), model, report)
 
 
 def _array(value: Any, name: str = "") -> np.ndarray:
