@@ -167,7 +167,9 @@ def test_the_code_is_that_of_the_other_framework(case, monkeypatch):
     for step in plan.launches:
         function = getattr(kernels.load(), step.kernel)
         monkeypatch.setattr(function, "_jT_kernel_cache", {}, raising=False)
-        arrays = [jax.ShapeDtypeStruct((1,), d) for d in input_dtypes(step, case.dtype)]
+        shapes = {o.name: o.shape for o in step.outputs}  # of what is written in place
+        dtypes = zip(step.inputs, input_dtypes(step, case.dtype), strict=True)
+        arrays = [jax.ShapeDtypeStruct(shapes.get(name, (1,)), d) for name, d in dtypes]
         names = list(dict.fromkeys(step.inputs))
         first = [arrays[step.inputs.index(n)] for n in names]
 
