@@ -139,7 +139,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not all(0 <= depth <= 1 for depth in args.depths):
         raise CommandError(f"--depths: expected numbers from 0 to 1, got {args.depths}")
     if args.plot is not None and find_spec("matplotlib") is None:
-        raise CommandError("--plot: needs matplotlib; pip install 'tq-attention[eval]' brings it")
+        raise CommandError(
+            "--plot: needs matplotlib, which is not installed: pip install matplotlib"
+        )
     for option, file in (("--csv", args.csv), ("--plot", args.plot)):
         if file is not None and not file.absolute().parent.is_dir():
             raise CommandError(f"{option}: {file.absolute().parent} is not a folder")

@@ -72,9 +72,7 @@ def load(args: argparse.Namespace) -> LanguageModel:
     """
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
-            raise CommandError(
-                f"needs {package}, which is not installed; pip install 'tq-attention[hf]' brings it"
-            )
+            raise CommandError(f"needs {package}, which is not installed: pip install {package}")
     path: Path = args.model
     if not path.exists():
         raise CommandError(f"--model: {path} does not exist")

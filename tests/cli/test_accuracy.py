@@ -202,4 +202,4 @@ def test_models_and_texts_that_are_none(command, model, text, message, folder, t
 def test_a_missing_package_is_named(folder, monkeypatch, tq_error):
     monkeypatch.setattr(language_model, "find_spec", lambda name: None)
     out = tq_error("calibrate", "--model", folder, "--text", folder / "text.txt")
-    assert out.startswith("tq calibrate: needs torch, which is not installed; pip install")
+    assert out.startswith("tq calibrate: needs torch, which is not installed: pip install")
