@@ -113,7 +113,8 @@ def test_both_launch_the_same_functions_with_the_same_plan(case, recorder):
             calls.decode(case, "interpret")
         if case.sliding_window is None:
             calls.dequantize(case, "interpret")
-        seen.append(recorder.take())
+        # XLA orders launches that need nothing of each other as it likes.
+        seen.append(sorted(recorder.take(), key=repr))
         assert seen[-1]
     assert seen[0] == seen[1]
 
