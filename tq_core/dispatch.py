@@ -155,8 +155,7 @@ def codec_traits(codec: Codec) -> Traits:
     value_kind = "int" if not config.value_is_codebook else "poly" if value_cubic else "table"
     shift = value_shift_array(codec)
     query = query_matrix_array(codec)
-    key_parts, key_product_factor = store_matrix(codec.key_matrix)
-    value_parts, value_product_factor = store_matrix(codec.value_matrix)
+    key_size, value_size = _magnitude(codec.key_matrix), _magnitude(codec.value_matrix)
     factor = 2.0**24
     if codec.value_centroids is not None:
         factor = value_decode_factor(codec.value_centroids, dim)
@@ -173,12 +172,12 @@ def codec_traits(codec: Codec) -> Traits:
         has_key_offset=codec.key_offset is not None,
         has_value_offset=codec.value_offset is not None,
         key_matrix_stride=stride(codec.key_matrix),
-        key_parts=len(key_parts) if codec.has_key_matrix else 0,
-        key_product_factor=key_product_factor,
+        key_parts=(1 if key_size else 3) if codec.has_key_matrix else 0,
+        key_product_factor=key_size or 1.0,
         query_low_at=query[0].size if len(query) == 2 else 0,
         value_matrix_stride=stride(codec.value_matrix),
-        value_parts=len(value_parts) if codec.has_value_matrix else 0,
-        value_product_factor=value_product_factor,
+        value_parts=(1 if value_size else 3) if codec.has_value_matrix else 0,
+        value_product_factor=value_size or 1.0,
         key_offset_stride=stride(codec.key_offset),
         value_offset_stride=stride(codec.value_offset),
         value_shift_stride=stride(shift),
@@ -292,21 +291,24 @@ def value_shift_array(codec: Codec) -> np.ndarray | None:
     return (matrix @ codec.value_offset[..., None]).astype(np.float32)[..., 0]
 
 
-def store_matrix(matrix: np.ndarray) -> tuple[np.ndarray, float]:
-    """A matrix as ``store`` has it, and the factor of its products.
+def _magnitude(matrix: np.ndarray) -> float:
+    """That of all entries, as a signed Hadamard matrix has it; 0 where they differ."""
+    size = np.abs(matrix)
+    return float(size.flat[0]) if bool((size == size.flat[0]).all()) else 0.0
 
-    Returns:
-        the bits of bf16 parts that add up to it, int16 ``[1 or 3, 1 or Hk, D, D]``: one of signs
-        where all entries have one magnitude, which then is the factor, otherwise three.
+
+def store_matrix(matrix: np.ndarray) -> np.ndarray:
+    """A matrix as ``store`` has it: bits of bf16 parts, int16 ``[1 or 3, 1 or Hk, D, D]``.
+
+    They add up to the matrix or, where all entries have one magnitude, are one part of signs.
     """
-    size = float(np.abs(matrix).max())
-    if size and bool((np.abs(matrix) == size).all()):
-        return _bf16_bits(np.sign(matrix))[None], size
+    if _magnitude(matrix):
+        return _bf16_bits(np.sign(matrix))[None]
     parts, rest = [], matrix.astype(np.float64)
     for _ in range(3):
         parts.append(_bf16_bits(rest))
         rest = rest - _from_bf16(parts[-1])
-    return np.stack(parts), 1.0
+    return np.stack(parts)
 
 
 def _bf16_bits(x: np.ndarray) -> np.ndarray:
@@ -323,10 +325,10 @@ def codec_arrays(codec: Codec) -> dict[str, np.ndarray]:
     nothing = np.zeros(1, np.float32)
     shift = value_shift_array(codec)
     arrays = {
-        "key_matrix": store_matrix(codec.key_matrix)[0],
+        "key_matrix": store_matrix(codec.key_matrix),
         "query_matrix": query_matrix_array(codec),
         "key_inverse": codec.query_matrix,
-        "value_matrix": store_matrix(codec.value_matrix)[0],
+        "value_matrix": store_matrix(codec.value_matrix),
         "output_matrix": codec.output_matrix,
         "value_inverse": codec.output_matrix.swapaxes(1, 2),
         "factor": factor_array(codec),
@@ -625,7 +627,9 @@ def _tile(
     limit = device.shared_memory
     width = max(16, _pow2(dim))
     block_n = over.get("block_n", min(max(4, _pow2(columns)), 32 if width <= 128 else 16))
-    if "block_n" not in over and width <= 256 and device.kind != "hip":
+    # Elsewhere there is no `wgmma`, and as many instructions either way.
+    has_wgmma = device.kind == "interpret" or device.capability == 90
+    if "block_n" not in over and width <= 256 and has_wgmma:
         wide = [n for n in (64, 128) if n <= columns and _shared(reader, n, 32, 2) <= limit]
         block_n = max(block_n, *wide) if wide else block_n
     size = max(8, block_n) * width
@@ -718,7 +722,8 @@ def plan_attention(
         cache_align: a power of two that divides the cache's address.
         has_sinks, has_alibi: whether these arrays are given.
         overrides: any of ``block_n`` (query columns a program), ``block_t`` (tokens a tile),
-            ``num_warps``, ``num_stages``, ``num_splits`` and ``asm`` (0: no inline PTX).
+            ``num_warps``, ``num_stages``, ``num_splits``, ``asm`` (0: no inline PTX) and ``early``
+            (whether kernels let the next one start early).
 
     Raises:
         ValueError: an override that no kernel can run.

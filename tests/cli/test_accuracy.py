@@ -15,9 +15,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-needs_cache = pytest.mark.skipif(
-    importlib.util.find_spec("tq_torch.hf") is None, reason="tq_torch.hf is missing"
-)
 WORDS = [f"w{n}" for n in range(40)] + list("0123456789") + ["?"]
 
 
@@ -97,7 +94,6 @@ def test_the_report_of_calibrate_in_words(folder, tmp_path, tq):
     assert f"written: {tmp_path / 'codecs'}" in out
 
 
-@needs_cache
 def test_eval_compares_caches(calibrate, folder, tmp_path, tq):
     calibrate()
     table, plot = tmp_path / "rows.csv", tmp_path / "plot.png"
@@ -120,7 +116,6 @@ def test_eval_compares_caches(calibrate, folder, tmp_path, tq):
     assert plot.exists() == ("--plot" in words)
 
 
-@needs_cache
 def test_the_table_of_eval(folder, tq):
     out = tq(
         *("eval", "--model", folder, "--text", folder / "text.txt", "--tokens", 100),
@@ -130,7 +125,6 @@ def test_the_table_of_eval(folder, tq):
     assert "150 at 50%" in out
 
 
-@needs_cache
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -149,7 +143,6 @@ def test_eval_refuses(words, message, folder, tq_error):
     assert out.startswith("tq eval: " + message)
 
 
-@needs_cache
 def test_eval_refuses_codecs_of_another_model(folder, tmp_path, tq_error):
     from tq_core import Codec, QuantConfig
     from tq_core.codec import save_codecs
@@ -193,8 +186,6 @@ def test_calibrate_refuses(words, message, folder, tmp_path, tq_error):
 )
 def test_models_and_texts_that_are_none(command, model, text, message, folder, tq_error):
     model = folder / model if model != "nothing" else model
-    if command == "eval" and importlib.util.find_spec("tq_torch.hf") is None:
-        pytest.skip("tq_torch.hf is missing")
     out = tq_error(command, "--model", model, "--text", folder / text)
     assert out.startswith(f"tq {command}: {message}")
 

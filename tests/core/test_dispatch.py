@@ -206,3 +206,10 @@ def test_short_sequences_beside_long_ones_are_a_launch_of_their_own():
         "transform_query", "attention", *["merge"] * (plan.merge is not None), "attention", "merge",
     ]  # fmt: skip
     assert plan.short_merge.inputs[-2:] == tuple(o.name for o in plan.short_merge.outputs)
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_rows_lie_on_the_m_axis_where_that_is_faster(target):
+    plan = attention_plan("4bit", target, query_len=2048, num_seqs=1)
+    assert constants(plan.attention)["WIDE"] == (target == "sm_90")
+    assert constants(plan.attention)["BLOCK_N"] == (128 if target == "sm_90" else 32)
