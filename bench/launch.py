@@ -94,8 +94,15 @@ def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
         )  # fmt: skip
         return data, attend, out
 
-    _, attend, out = prepared(SMALL)
+    data, attend, out = prepared(SMALL)
     note("eager call, host", SMALL, host_times(partial(attend, out=out), rounds))
+    key, value = torch.randn((2, 1, SMALL.Hk, SMALL.D), device=gpu.DEVICE).bfloat16()
+    slot = torch.zeros(1, dtype=torch.int64, device=gpu.DEVICE)
+    keep = partial(
+        tq_torch.store, key, value, data.cache, slot, layout=data.layout, codec=data.codec,
+        backend=gpu.BACKEND,
+    )  # fmt: skip
+    note("eager store, host", SMALL, host_times(keep, rounds))
     small = gpu.capture(gpu.Run("", [partial(attend, out=out)], 1, {}))
     note("graph of three calls, host", SMALL, host_times(small.graph.replay, rounds))
 

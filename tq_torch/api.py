@@ -429,7 +429,7 @@ def _attention(
         raise TypeError(f"return_lse: expected a bool, got {return_lse!r}")
     check_codec(layout, codec)
     check_options(decode=query_start_loc is None, **options)
-    overrides = ops.plan_key(plan)
+    overrides, softcap = ops.plan_key(plan), options.pop("softcap")
     if plan and "num_splits" in plan and options["num_kv_splits"] is not None:
         raise ValueError(
             f"plan: num_splits={plan['num_splits']} and "
@@ -444,13 +444,19 @@ def _attention(
         seq_lens,
         query_start_loc,
         out,
-        layout=layout.descriptor,
-        codec=codec.digest,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        plan=overrides,
-        backend=_name_of_backend(backend),
-        **options,
+        sinks,
+        alibi_slopes,
+        options.pop("scale"),
+        options.pop("max_query_len"),
+        options.pop("max_seq_len"),
+        ops.attention_options(
+            layout=layout.descriptor,
+            codec=codec.digest,
+            softcap=None if softcap is None else float(softcap),
+            plan=overrides,
+            backend=_name_of_backend(backend),
+            **options,
+        ),
     )
     return (out, lse) if return_lse else out
 

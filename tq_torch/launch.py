@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache, partial, wraps
 from threading import Lock
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -35,9 +36,20 @@ def device_of(device: torch.device) -> dispatch.Device:
     )
 
 
-#: A codec's arrays by its digest and a device. They stay as long as an equal codec lives, since a
-#: captured graph may read them.
-_CODECS: dict[tuple[str, torch.device], dict[str, torch.Tensor]] = {}
+#: What the parts of a call's scratch are aligned to.
+_ALIGN = 256
+
+
+class _Constants(NamedTuple):
+    """A codec's arrays on a device, by name, and where they are."""
+
+    tensors: dict[str, torch.Tensor]
+    addresses: dict[str, int]
+
+
+#: By a codec's digest and a device. They stay as long as an equal codec lives, since a captured
+#: graph may read them.
+_CODECS: dict[tuple[str, torch.device], _Constants] = {}
 _LOCK = Lock()
 
 
@@ -49,27 +61,28 @@ def _is_alive(digest: str) -> bool:
     return True
 
 
-def _codec_tensors(codec: Codec, device: torch.device) -> dict[str, torch.Tensor]:
+def _constants(codec: Codec, device: torch.device) -> _Constants:
     """``dispatch.codec_arrays`` on a device."""
-    tensors = _CODECS.get((codec.digest, device))
-    if tensors is not None:
-        return tensors
+    constants = _CODECS.get((codec.digest, device))
+    if constants is not None:
+        return constants
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"codec: its constants are not on {device} yet and cannot be copied there while a CUDA "
             "graph is captured; make one call with this codec before the capture"
         )
     with _LOCK:
-        tensors = _CODECS.get((codec.digest, device))
-        if tensors is None:
+        constants = _CODECS.get((codec.digest, device))
+        if constants is None:
             for key in [k for k in _CODECS if not _is_alive(k[0])]:
                 del _CODECS[key]
             # Not inference tensors, which a later call outside inference mode could not use.
             with torch.inference_mode(False):
                 arrays = dispatch.codec_arrays(codec)
                 tensors = {name: torch.tensor(x, device=device) for name, x in arrays.items()}
-            _CODECS[codec.digest, device] = tensors
-    return tensors
+            addresses = {name: x.data_ptr() for name, x in tensors.items()}
+            constants = _CODECS[codec.digest, device] = _Constants(tensors, addresses)
+    return constants
 
 
 def _on_its_device(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -86,17 +99,20 @@ def _on_its_device(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-class _Kernel:
-    """A kernel with its grid and constants, called with arrays and integers.
+class _Step:
+    """A launch with its grid and constants, called with addresses.
 
     Triton looks at every argument, constants included, before it finds what it has compiled. That
     takes longer than many a launch, and only the alignment of arrays can differ here: so what it
-    has found is kept by that.
+    has found is kept by that, and is given addresses, which it need not ask tensors for.
     """
 
     def __init__(self, launch: dispatch.Launch) -> None:
         function = getattr(kernels.load(), launch.kernel)
         constants = dict(launch.constexprs)
+        self.inputs = launch.inputs
+        self.integers = launch.integers
+        self.outputs = tuple(output.name for output in launch.outputs)
         self._grid = (launch.grid, 1, 1)
         self._find = partial(
             function[self._grid],
@@ -109,45 +125,87 @@ class _Kernel:
         self._constants = tuple(constants[n] for n in function.arg_names if n in constants)
         self._found: dict[tuple[bool, ...], Callable[..., Any]] = {}
 
-    def __call__(self, arrays: list[torch.Tensor], integers: tuple[int, ...], num_in: int) -> None:
-        """Launches; the first ``num_in`` of ``arrays`` are inputs, before the integers."""
-        key = tuple([x.data_ptr() & 15 == 0 for x in arrays])
-        arguments = (*arrays[:num_in], *integers, *arrays[num_in:])
-        launch = self._found.get(key)
-        if launch is not None:
-            launch(*arguments, *self._constants)
-            return
-        compiled = self._find(*arguments)
+    def is_found(self, aligned: tuple[bool, ...]) -> bool:
+        """Whether it is compiled for arrays that are or are not aligned to 16 bytes."""
+        return aligned in self._found
+
+    def first(self, arrays: Mapping[str, torch.Tensor], aligned: tuple[bool, ...]) -> None:
+        """Compiles what is not compiled yet, and launches it."""
+        compiled = self._find(*self._arguments(arrays))
         # The interpreter compiles nothing.
         if compiled is not None:
-            self._found[key] = compiled[self._grid]
+            self._found[aligned] = compiled[self._grid]
+
+    def __call__(
+        self, addresses: Mapping[str, int], aligned: tuple[bool, ...], stream: int
+    ) -> None:
+        """Launches what is compiled."""
+        arguments = self._arguments(addresses)
+        self._found[aligned](*arguments, *self._constants, stream=stream)
+
+    def _arguments(self, named: Mapping[str, Any]) -> tuple[Any, ...]:
+        inputs = map(named.__getitem__, self.inputs)
+        return (*inputs, *self.integers, *map(named.__getitem__, self.outputs))
 
 
-class _Step(NamedTuple):
-    """A launch, ready to be called with its arrays; no kernel where it has no programs."""
+class Prepared(NamedTuple):
+    """The launches of a call, ready to be made with its arrays.
 
-    kernel: _Kernel | None
-    inputs: tuple[str, ...]
-    integers: tuple[int, ...]
-    outputs: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    Attributes:
+        steps: those that have programs, in order.
+        results: name, shape and dtype of the arrays that a call allocates and returns.
+        scratch: name, place in bytes, shape and dtype of the others that it needs.
+        scratch_bytes: of all of them.
+    """
+
+    steps: tuple[_Step, ...]
+    results: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    scratch: tuple[tuple[str, int, tuple[int, ...], torch.dtype], ...]
+    scratch_bytes: int
 
 
-def _step(launch: dispatch.Launch) -> _Step:
-    kernel = _Kernel(launch) if launch.grid else None
-    outputs = tuple((o.name, o.shape, getattr(torch, o.dtype)) for o in launch.outputs)
-    return _Step(kernel, launch.inputs, launch.integers, outputs)
+def _prepared(
+    launches: Iterable[dispatch.Launch], given: Collection[str], results: Collection[str]
+) -> Prepared:
+    """Prepares ``launches``, whose call has the arrays ``given`` and returns ``results``."""
+    launches = tuple(launches)
+    outputs = {output.name: output for launch in launches for output in launch.outputs}
+    returned, scratch, end = [], [], 0
+    for output in outputs.values():
+        dtype = getattr(torch, output.dtype)
+        if output.name in results:
+            returned.append((output.name, output.shape, dtype))
+        elif output.name not in given:
+            scratch.append((output.name, end, output.shape, dtype))
+            end += -(-math.prod(output.shape) * dtype.itemsize // _ALIGN) * _ALIGN
+    steps = tuple(_Step(launch) for launch in launches if launch.grid)
+    return Prepared(steps, tuple(returned), tuple(scratch), end)
 
 
-def _run(steps: tuple[_Step, ...], arrays: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Launches ``steps`` on ``arrays`` by name; outputs that are not there are allocated."""
-    for step in steps:
-        for name, shape, dtype in step.outputs:
-            if name not in arrays:
-                arrays[name] = torch.empty(shape, dtype=dtype, device=device)
-        if step.kernel is not None:
-            given = [arrays[name] for name in step.inputs]
-            outputs = [arrays[name] for name, _, _ in step.outputs]
-            step.kernel(given + outputs, step.integers, len(given))
+def _run(
+    prepared: Prepared, constants: _Constants, arrays: dict[str, torch.Tensor], device: torch.device
+) -> None:
+    """Launches what is prepared on ``arrays`` by name, to which results are added."""
+    for name, shape, dtype in prepared.results:
+        arrays[name] = torch.empty(shape, dtype=dtype, device=device)
+    addresses = {name: array.data_ptr() for name, array in arrays.items()}
+    aligned = tuple([address % 16 == 0 for address in addresses.values()])
+    addresses |= constants.addresses
+    memory = torch.empty(prepared.scratch_bytes, dtype=torch.uint8, device=device)
+    start = memory.data_ptr()
+    for name, place, _, _ in prepared.scratch:
+        addresses[name] = start + place
+    if all(step.is_found(aligned) for step in prepared.steps):
+        stream = torch.cuda.current_stream(device).cuda_stream if prepared.steps else 0
+        for step in prepared.steps:
+            step(addresses, aligned, stream)
+        return
+    tensors = constants.tensors | arrays
+    for name, place, shape, dtype in prepared.scratch:
+        size = math.prod(shape) * dtype.itemsize
+        tensors[name] = memory[place : place + size].view(dtype).view(shape)
+    for step in prepared.steps:
+        step.first(tensors, aligned)
 
 
 def align(tensor: torch.Tensor) -> int:
@@ -199,9 +257,9 @@ def attention_plan(
     )
 
 
-def prepare_attention(*args: Any, **kwargs: Any) -> tuple[_Step, ...]:
+def prepare_attention(*args: Any, **kwargs: Any) -> Prepared:
     """The launches of a checked call; arguments as ``attention_plan`` takes them."""
-    return tuple(map(_step, attention_plan(*args, **kwargs).launches))
+    return _prepared(attention_plan(*args, **kwargs).launches, given=("out",), results=("lse",))
 
 
 def prepare_store(
@@ -214,7 +272,7 @@ def prepare_store(
     device: torch.device,
     *,
     cache_align: int,
-) -> tuple[_Step, ...]:
+) -> Prepared:
     """The launch of a checked call with these arrays."""
     plan = dispatch.plan_store(
         key.shape[0],
@@ -228,7 +286,7 @@ def prepare_store(
         slot_stride=slot_mapping.strides[0],
         cache_align=cache_align,
     )
-    return (_step(plan),)
+    return _prepared((plan,), given=("cache",), results=())
 
 
 def prepare_dequantize(
@@ -240,7 +298,7 @@ def prepare_dequantize(
     *,
     dtype: str,
     cache_align: int,
-) -> tuple[_Step, ...]:
+) -> Prepared:
     """The launch of a checked call with these arrays."""
     plan = dispatch.plan_dequantize(
         block_table.shape[0],
@@ -253,7 +311,7 @@ def prepare_dequantize(
         table_stride=_table_stride(block_table.shape, block_table.strides),
         cache_align=cache_align,
     )
-    return (_step(plan),)
+    return _prepared((plan,), given=(), results=("keys", "values"))
 
 
 @_on_its_device
@@ -265,17 +323,16 @@ def store(
     *,
     layout: CacheLayout,
     codec: Codec,
-    steps: tuple[_Step, ...],
+    prepared: Prepared,
 ) -> None:
     """Launches what ``prepare_store`` made; arguments are checked already."""
     arrays = {
-        **_codec_tensors(codec, cache.device),
         "key": key,
         "value": value,
         "cache": cache,
         "slot_mapping": slot_mapping,
     }
-    _run(steps, arrays, cache.device)
+    _run(prepared, _constants(codec, cache.device), arrays, cache.device)
 
 
 @_on_its_device
@@ -292,11 +349,10 @@ def attention(
     codec: Codec,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
-    steps: tuple[_Step, ...],
+    prepared: Prepared,
 ) -> torch.Tensor:
     """Launches what ``prepare_attention`` made into ``out``; returns the LSE fp32 ``[N, Hq]``."""
     arrays = {
-        **_codec_tensors(codec, query.device),
         "query": query,
         "cache": cache,
         "block_table": _dense(block_table),
@@ -309,7 +365,7 @@ def attention(
         arrays["sinks"] = _dense(sinks)
     if alibi_slopes is not None:
         arrays["alibi_slopes"] = _dense(alibi_slopes)
-    _run(steps, arrays, query.device)
+    _run(prepared, _constants(codec, query.device), arrays, query.device)
     return arrays["lse"]
 
 
@@ -322,14 +378,13 @@ def dequantize(
     layout: CacheLayout,
     codec: Codec,
     dtype: torch.dtype,
-    steps: tuple[_Step, ...],
+    prepared: Prepared,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches what ``prepare_dequantize`` made; keys and values ``[B, S, Hk, D]``."""
     arrays = {
-        **_codec_tensors(codec, cache.device),
         "cache": cache,
         "block_table": _dense(block_table),
         "seq_lens": _dense(seq_lens),
     }
-    _run(steps, arrays, cache.device)
+    _run(prepared, _constants(codec, cache.device), arrays, cache.device)
     return arrays["keys"], arrays["values"]

@@ -1,7 +1,9 @@
 """The custom operators ``torch.ops.tq``: what ``torch.compile`` and ``torch.export`` see.
 
-A layout travels as a string and a codec as its digest, so that graphs hold plain values. The real
-implementations check their arguments, choose a backend and run it; the fakes only check.
+A layout travels as a string and a codec as its digest, so that graphs hold plain values, and the
+options of attention as one string, because the dispatcher takes most of a microsecond for each
+argument. The real implementations check their arguments, choose a backend and run it; the fakes
+only check.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +47,8 @@ torch.library.define(
 torch.library.define(
     "tq::attention",
     "(Tensor query, Tensor cache, Tensor block_table, Tensor seq_lens, Tensor? query_start_loc, "
-    "Tensor(a!) out, *, str layout, str codec, float? scale, bool causal, int? sliding_window, "
-    "float? softcap, Tensor? sinks, Tensor? alibi_slopes, SymInt? max_query_len, "
-    "SymInt? max_seq_len, int? num_kv_splits, str plan, str? backend) -> Tensor",
+    "Tensor(a!) out, Tensor? sinks, Tensor? alibi_slopes, float? scale, SymInt? max_query_len, "
+    "SymInt? max_seq_len, str options) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define(
@@ -84,6 +85,46 @@ def _plan(key: str) -> dict[str, int] | None:
     if not key:
         return None
     return {name: int(number) for name, number in (item.split("=") for item in key.split(","))}
+
+
+def attention_options(
+    *,
+    layout: str,
+    codec: str,
+    causal: bool,
+    sliding_window: int | None,
+    softcap: float | None,
+    num_kv_splits: int | None,
+    plan: str,
+    backend: str | None,
+) -> str:
+    """The operator's argument ``options``; ``layout`` is a descriptor, ``codec`` a digest."""
+    return (
+        f"{layout}|{codec}|{causal}|{sliding_window}|{softcap}|{num_kv_splits}|{plan}|"
+        f"{backend or ''}"
+    )
+
+
+class _Options(NamedTuple):
+    """What ``attention_options`` was made of."""
+
+    layout: CacheLayout
+    codec: str
+    plan: dict[str, int] | None
+    backend: str | None
+    call: dict[str, Any]
+
+
+@lru_cache(maxsize=1024)
+def _options(text: str) -> _Options:
+    layout, codec, causal, window, softcap, splits, plan, backend = text.split("|")
+    call = {
+        "causal": causal == "True",
+        "sliding_window": None if window == "None" else int(window),
+        "softcap": None if softcap == "None" else float(softcap),
+        "num_kv_splits": None if splits == "None" else int(splits),
+    }
+    return _Options(_layout(layout), codec, _plan(plan), backend or None, call)
 
 
 def _signature(x: Tensor) -> Signature:
@@ -157,10 +198,10 @@ def _prepare_store(
     module = _choose(layout_, backend, arrays[2], align)
     if module is native:
         return layout_, module, {}
-    steps = launch.prepare_store(
+    prepared = launch.prepare_store(
         key, value, cache, slot_mapping, layout_, codec_, arrays[2][-1], cache_align=align
     )
-    return layout_, module, {"steps": steps}
+    return layout_, module, {"prepared": prepared}
 
 
 @torch.library.impl("tq::store", "CompositeExplicitAutograd")
@@ -175,10 +216,10 @@ def _store(
     backend: str | None,
 ) -> None:
     arrays = _signature(key), _signature(value), _signature(cache), _signature(slot_mapping)
-    layout_, module, steps = _prepare_store(arrays, launch.align(cache), layout, codec, backend)
+    layout_, module, prepared = _prepare_store(arrays, launch.align(cache), layout, codec, backend)
     if cache.device.type == "cpu":
         contents.check_slots(slot_mapping, cache.shape[0] * layout_.page_size)
-    module.store(key, value, cache, slot_mapping, layout=layout_, codec=codec_of(codec), **steps)
+    module.store(key, value, cache, slot_mapping, layout=layout_, codec=codec_of(codec), **prepared)
 
 
 @torch.library.register_fake("tq::store")
@@ -198,34 +239,52 @@ def _store_fake(
 # --- attention ------------------------------------------------------------------------------
 
 
+class _Call(NamedTuple):
+    """What a call of attention needs that depends on nothing but signatures and numbers."""
+
+    call: AttentionCall
+    layout: CacheLayout
+    codec: str
+    module: ModuleType
+    prepared: dict[str, Any]
+
+
 @lru_cache(maxsize=4096)
 def _prepare_attention(
     arrays: tuple[Signature | None, ...],
     align: int,
-    layout: str,
-    codec: str,
-    options: tuple[tuple[str, Any], ...],
-    plan: str,
-    backend: str | None,
-) -> tuple[AttentionCall, CacheLayout, ModuleType, dict[str, Any]]:
-    """What a call needs that depends on nothing else; codecs are not kept alive."""
-    layout_, codec_ = _layout(layout), codec_of(codec)
+    scale: float | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    options: str,
+) -> _Call:
+    """Prepares a call; codecs are not kept alive."""
+    layout, digest, overrides, backend, numbers = _options(options)
+    codec = codec_of(digest)
     specs: dict[str, Any] = {
         name: None if x is None else _spec(x) for name, x in zip(_ATTENTION, arrays, strict=True)
     }
-    call = check_attention(**specs, layout=layout_, codec=codec_, **dict(options))
+    call = check_attention(
+        **specs,
+        layout=layout,
+        codec=codec,
+        scale=scale,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        **numbers,
+    )
     _check_memory("out", specs["out"])
     cache = arrays[1]
     assert cache is not None
-    module, overrides = _choose(layout_, backend, cache, align), _plan(plan)
+    module = _choose(layout, backend, cache, align)
     if module is native:
         if overrides is not None:
             raise ValueError("plan: the native backend launches no kernels and takes no plan")
-        return call, layout_, module, {}
-    steps = launch.prepare_attention(
-        call, specs, layout_, codec_, cache[-1], cache_align=align, overrides=overrides
+        return _Call(call, layout, digest, module, {})
+    prepared = launch.prepare_attention(
+        call, specs, layout, codec, cache[-1], cache_align=align, overrides=overrides
     )
-    return call, layout_, module, {"steps": steps}
+    return _Call(call, layout, digest, module, {"prepared": prepared})
 
 
 @torch.library.impl("tq::attention", "CompositeExplicitAutograd")
@@ -236,25 +295,23 @@ def _attention(
     seq_lens: Tensor,
     query_start_loc: Tensor | None,
     out: Tensor,
-    *,
-    layout: str,
-    codec: str,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
-    plan: str,
-    backend: str | None,
-    **options: Any,
+    scale: float | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    options: str,
 ) -> Tensor:
     tensors = (
         query, cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, out,
     )  # fmt: skip
     arrays = tuple([None if x is None else _signature(x) for x in tensors])
-    call, layout_, module, steps = _prepare_attention(
-        arrays, launch.align(cache), layout, codec, tuple(options.items()), plan, backend
+    call, layout, codec, module, prepared = _prepare_attention(
+        arrays, launch.align(cache), scale, max_query_len, max_seq_len, options
     )
     if query.device.type == "cpu":
         contents.check_attention(
-            cache, block_table, seq_lens, query_start_loc, call, layout_.page_size
+            cache, block_table, seq_lens, query_start_loc, call, layout.page_size
         )
     lse: Tensor = module.attention(
         query,
@@ -264,11 +321,11 @@ def _attention(
         query_start_loc,
         out,
         call=call,
-        layout=layout_,
+        layout=layout,
         codec=codec_of(codec),
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        **steps,
+        **prepared,
     )
     return lse
 
@@ -281,14 +338,12 @@ def _attention_fake(
     seq_lens: Tensor,
     query_start_loc: Tensor | None,
     out: Tensor,
-    *,
-    layout: str,
-    codec: str,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
-    plan: str,
-    backend: str | None,
-    **options: Any,
+    scale: float | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    options: str,
 ) -> Tensor:
     tensors = (
         query, cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, out,
@@ -296,9 +351,9 @@ def _attention_fake(
     arrays: dict[str, Any] = {
         name: None if x is None else spec(x) for name, x in zip(_ATTENTION, tensors, strict=True)
     }
-    # Numbers may be symbols here; the public functions and the real operator check them.
-    options |= dict.fromkeys(("scale", "softcap", "max_query_len", "max_seq_len"))
-    check_attention(**arrays, layout=_layout(layout), codec=codec_of(codec), **options)
+    layout, codec, _, _, numbers = _options(options)
+    # Bounds may be symbols here; the public functions and the real operator check them.
+    check_attention(**arrays, layout=layout, codec=codec_of(codec), **numbers)
     return query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
@@ -328,7 +383,7 @@ def _prepare_dequantize(
     module = _choose(layout_, backend, arrays[0], align)
     if module is native:
         return layout_, module, {}
-    steps = launch.prepare_dequantize(
+    prepared = launch.prepare_dequantize(
         cache,
         block_table,
         layout_,
@@ -337,7 +392,7 @@ def _prepare_dequantize(
         dtype=dtype_name(dtype),
         cache_align=align,
     )
-    return layout_, module, {"steps": steps}
+    return layout_, module, {"prepared": prepared}
 
 
 @torch.library.impl("tq::dequantize", "CompositeExplicitAutograd")
@@ -352,14 +407,14 @@ def _dequantize(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     arrays = _signature(cache), _signature(block_table), _signature(seq_lens)
-    layout_, module, steps = _prepare_dequantize(
+    layout_, module, prepared = _prepare_dequantize(
         arrays, launch.align(cache), layout, codec, dtype, backend
     )
     if cache.device.type == "cpu":
         first = torch.zeros_like(seq_lens)
         contents.check_pages(block_table, seq_lens, first, cache.shape[0], layout_.page_size)
     result: tuple[Tensor, Tensor] = module.dequantize(
-        cache, block_table, seq_lens, layout=layout_, codec=codec_of(codec), dtype=dtype, **steps
+        cache, block_table, seq_lens, layout=layout_, codec=codec_of(codec), dtype=dtype, **prepared
     )
     return result
 

@@ -30,9 +30,10 @@ def test_rows(tmp_path, capsys):
     assert run(path) == run(path) == 0
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert tuple(rows[0]) == launch.COLUMNS
-    assert len(rows) == 2 * 5
-    host, graph, *device = rows[:5]
-    assert (host["what"], host["L"], graph["L"]) == ("eager call, host", "16", "16")
+    assert len(rows) == 2 * 6
+    host, stored, graph, *device = rows[:6]
+    assert (host["what"], stored["what"]) == ("eager call, host", "eager store, host")
+    assert {r["L"] for r in (host, stored, graph)} == {"16"}
     assert {r["L"] for r in device} == {"100"}
     assert float(host["us_median"]) > 0
     assert float(device[1]["ratio"]) > 0

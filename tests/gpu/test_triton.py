@@ -20,6 +20,7 @@ from tests.torch.helpers import (
     check_dequantize,
     check_store,
     on_device,
+    operator_arguments,
     to_float64,
 )
 from tests.torch.test_gpu import no_sync
@@ -399,23 +400,12 @@ def test_a_compiled_step_is_the_eager_one():
 def test_opcheck():
     case = next(c for c in ATTENTION if c.is_decode)
     tensors = on_device(attention_tensors(case), "cuda")
-    names = ("query", "cache", "block_table", "seq_lens", "query_start_loc")
     what = {"layout": case.layout.descriptor, "codec": case.codec.digest, "backend": "triton"}
-    options = {
-        "scale": None, "causal": True, "sliding_window": case.sliding_window,
-        "softcap": case.softcap, "sinks": tensors["sinks"], "alibi_slopes": tensors["alibi_slopes"],
-        "max_query_len": None, "max_seq_len": None, "num_kv_splits": None, "plan": "",
-    }  # fmt: skip
-    arguments = tuple(tensors[n] for n in names)
+    arguments = operator_arguments(case, tensors, "triton")
     utils = (
         "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     )  # fmt: skip
-    torch.library.opcheck(
-        torch.ops.tq.attention.default,
-        (*arguments, torch.zeros_like(tensors["query"])),
-        {**what, **options},
-        test_utils=utils,
-    )
+    torch.library.opcheck(torch.ops.tq.attention.default, arguments, test_utils=utils)
     torch.library.opcheck(
         torch.ops.tq.dequantize.default,
         arguments[1:4],

@@ -18,6 +18,7 @@ from tests.cases import (
     make_store_inputs,
 )
 from tq_core import CacheLayout, Codec, QuantConfig, reference
+from tq_torch import ops
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -99,3 +100,22 @@ def check_dequantize(
 def on_device(tensors: Mapping[str, Any], device: str) -> dict[str, Any]:
     """The tensors on a device; None stays None."""
     return {name: None if x is None else x.to(device) for name, x in tensors.items()}
+
+
+def operator_arguments(case, tensors, backend, decode=False):
+    """Arguments of ``torch.ops.tq.attention`` for a case's tensors."""
+    arrays = [tensors[n] for n in ("query", "cache", "block_table", "seq_lens", "query_start_loc")]
+    if decode:
+        arrays[-1] = None
+    options = ops.attention_options(
+        layout=case.layout.descriptor,
+        codec=case.codec.digest,
+        causal=case.causal,
+        sliding_window=case.sliding_window,
+        softcap=case.softcap,
+        num_kv_splits=None,
+        plan="",
+        backend=backend,
+    )
+    optional = (tensors["sinks"], tensors["alibi_slopes"])
+    return (*arrays, torch.zeros_like(arrays[0]), *optional, case.scale, None, None, options)

@@ -12,7 +12,7 @@ import torch
 
 import tq_torch
 from tests.cases import ATTENTION_CASES, STORE_CASES, assert_close, make_store_inputs
-from tests.torch.helpers import attention_tensors, tensor, to_float64
+from tests.torch.helpers import attention_tensors, operator_arguments, tensor, to_float64
 from tq_core import CacheLayout, Codec, QuantConfig
 from tq_torch import ops
 
@@ -33,33 +33,10 @@ def _quiet():
     torch.compiler.reset()
 
 
-def operator_arguments(case, decode=False):
-    tensors = attention_tensors(case)
-    arrays = [tensors[n] for n in ("query", "cache", "block_table", "seq_lens", "query_start_loc")]
-    if decode:
-        arrays[-1] = None
-    options = {
-        "layout": case.layout.descriptor,
-        "codec": case.codec.digest,
-        "scale": case.scale,
-        "causal": case.causal,
-        "sliding_window": case.sliding_window,
-        "softcap": case.softcap,
-        "sinks": tensors["sinks"],
-        "alibi_slopes": tensors["alibi_slopes"],
-        "max_query_len": None,
-        "max_seq_len": None,
-        "num_kv_splits": None,
-        "plan": "",
-        "backend": "native",
-    }
-    return (*arrays, torch.zeros_like(arrays[0])), options
-
-
 @pytest.mark.parametrize("case, decode", [(DECODE, True), (DECODE, False), (FEATURES, False)])
 def test_opcheck_attention(case, decode):
-    arguments, options = operator_arguments(case, decode)
-    torch.library.opcheck(torch.ops.tq.attention.default, arguments, options, test_utils=FULL)
+    arguments = operator_arguments(case, attention_tensors(case), "native", decode)
+    torch.library.opcheck(torch.ops.tq.attention.default, arguments, test_utils=FULL)
 
 
 def test_opcheck_store():
@@ -76,10 +53,15 @@ def test_opcheck_store():
 
 
 def test_opcheck_dequantize():
-    (_, *arrays, _, _), options = operator_arguments(DECODE)
-    options = {n: options[n] for n in ("layout", "codec", "backend")}
-    options["dtype"] = torch.float16
-    torch.library.opcheck(torch.ops.tq.dequantize.default, tuple(arrays), options, test_utils=FULL)
+    tensors = attention_tensors(DECODE)
+    arguments = tuple(tensors[n] for n in ("cache", "block_table", "seq_lens"))
+    options = {
+        "layout": DECODE.layout.descriptor,
+        "codec": DECODE.codec.digest,
+        "dtype": torch.float16,
+        "backend": "native",
+    }
+    torch.library.opcheck(torch.ops.tq.dequantize.default, arguments, options, test_utils=FULL)
 
 
 def step_inputs(num_tokens, layout):
@@ -266,16 +248,11 @@ def test_calls_keep_no_codec_alive():
     case = replace(DECODE, seed=4321)
     codec = Codec(case.config, case.head_dim, seed=4321)
     digest = codec.digest
-    arrays = tuple(
-        None if x is None else (x.shape, x.dtype, x.stride(), x.device)
-        for x in operator_arguments(DECODE)[0]
-    )
-    query, cache, table, lens, starts, out = arrays
-    options = {"num_kv_splits": None}
-    ops._prepare_attention(
-        (query, cache, table, lens, starts, None, None, out),
-        16, case.layout.descriptor, digest, tuple(options.items()), "", "native",
-    )  # fmt: skip
+    arguments = operator_arguments(DECODE, attention_tensors(DECODE), "native")
+    options = arguments[-1].replace(DECODE.codec.digest, digest)
+    query, cache, table, lens, starts, out = (ops._signature(x) for x in arguments[:6])
+    arrays = (query, cache, table, lens, starts, None, None, out)
+    ops._prepare_attention(arrays, 16, None, None, None, options)
     del codec
     gc.collect()
     with pytest.raises(LookupError, match="is alive"):
