@@ -196,7 +196,7 @@ def _run(
     for name, place, _, _ in prepared.scratch:
         addresses[name] = start + place
     if all(step.is_found(aligned) for step in prepared.steps):
-        stream = torch.cuda.current_stream(device).cuda_stream if prepared.steps else 0
+        stream = kernels.current_stream(device.index) if prepared.steps else 0
         for step in prepared.steps:
             step(addresses, aligned, stream)
         return

@@ -36,6 +36,14 @@ def load() -> SimpleNamespace:
     )
 
 
+def current_stream(device: int) -> int:
+    """The stream that Triton launches on by default, of a device by its index."""
+    from triton.runtime import driver
+
+    stream: int = driver.active.get_current_stream(device)
+    return stream
+
+
 def interpreted() -> bool:
     """Whether the loaded kernels run in Triton's interpreter.
 
