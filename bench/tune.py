@@ -96,11 +96,11 @@ def candidates(item: gpu.Item, planned: int) -> list[gpu.Item]:
     """``item`` as it is, and variants with as many splits as planned, some more and some fewer."""
     place = SPLITS.index(planned)
     near = SPLITS[max(0, place - 2) : place + 3]
-    most = max(1, -(-item.shape.L // 32))
     tried = [
         {**variant, "num_splits": splits}
         for variant, splits in itertools.product(VARIANTS, near)
-        if splits <= most
+        # As many as there are tiles, of 64 tokens where nothing else is tried.
+        if splits <= max(1, -(-item.shape.L // variant.get("block_t", 64)))
     ]
     return [item, *(item._replace(overrides=tuple(plan.items())) for plan in tried)]
 
