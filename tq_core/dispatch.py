@@ -27,6 +27,10 @@ _EARLY_PROGRAMS = 4
 _STORE_PROGRAMS = 1024
 #: Query rows of a program from which on they lie on the M axis of the dots.
 _WIDE = 64
+#: Scratch for the tokens of a call that are decoded once, and least tokens of a sequence in it.
+_UNPACKED_BYTES, _LEAST_PIECE = 40 * 2**20, 2048
+#: Query rows, of all heads of a group, for each sequence from which on decoding once pays.
+_MANY_ROWS = 1024
 #: Shared memory of an attention program besides its tiles: queries, layout changes, the driver's.
 _FIXED_SHARED = 4608
 
@@ -95,6 +99,7 @@ class Traits:
     key_bias: float
     value_cubic: tuple[float, ...]
     value_factor: float
+    value_largest: float
     has_key_matrix: bool
     has_value_matrix: bool
     has_key_transform: bool
@@ -120,7 +125,9 @@ class AttentionPlan:
     """Plan of ``attention``.
 
     Attributes:
-        query, attention, merge: the launches in order; a merge only where needed.
+        query, pieces, attention, merge: the launches in order; a merge only where needed, and
+            ``pieces`` where tokens are decoded once and before: the last of them are in
+            ``attention``.
         short, short_merge: attention of sequences with few rows beside some with many.
         output: where outputs leave the values' coded basis.
         num_splits: KV splits, of the long sequences where some are short.
@@ -133,12 +140,13 @@ class AttentionPlan:
     short_merge: Launch | None
     output: Launch | None
     num_splits: int
+    pieces: tuple[Launch, ...] = ()
 
     @property
     def launches(self) -> tuple[Launch, ...]:
         """The launches in order."""
         short = (self.short, self.short_merge)
-        steps = (self.query, self.attention, self.merge, *short, self.output)
+        steps = (self.query, *self.pieces, self.attention, self.merge, *short, self.output)
         return tuple(step for step in steps if step is not None)
 
 
@@ -165,6 +173,7 @@ def codec_traits(codec: Codec) -> Traits:
         key_bias=grid.offset if grid else 0.0,
         value_cubic=value_cubic,
         value_factor=factor,
+        value_largest=_largest_code(codec),
         has_key_matrix=codec.has_key_matrix,
         has_value_matrix=codec.has_value_matrix,
         has_key_transform=codec.key_transform is not None,
@@ -184,6 +193,13 @@ def codec_traits(codec: Codec) -> Traits:
         factor_stride=stride(factor_array(codec)),
         key_scale_stride=stride(codec.key_scale),
     )
+
+
+def _largest_code(codec: Codec) -> float:
+    """Of values, over their scale: the largest code, or a bound of the centroids."""
+    if codec.value_centroids is None:
+        return float(2**codec.config.value_bits - 1)
+    return 1.01 * float(np.abs(codec.value_centroids).max())
 
 
 def grid_of(centroids: np.ndarray | None, head_dim: int) -> codebook.Grid | None:
@@ -495,6 +511,8 @@ _LIMITS = {
     "num_splits": (1, MAX_KV_SPLITS),
     "asm": (0, 1),
     "early": (0, 1),
+    "unpack": (0, 1),
+    "piece_tokens": (32, 2**20),
 }
 
 
@@ -693,6 +711,43 @@ def _num_splits(
     return _splits(max(1, programs), tiles, device.num_sms, slots, most)
 
 
+class _Pieces(NamedTuple):
+    """How a call decodes its tokens once: tokens of a piece, and number of pieces at most."""
+
+    tokens: int
+    count: int
+
+
+def _pieces(
+    call: AttentionCall, layout: CacheLayout, device: Device, over: Mapping[str, int], width: int
+) -> _Pieces | None:
+    """The pieces of a call whose tokens are decoded once, None where each program decodes.
+
+    ``width``: columns of a token's decoded key and value.
+    """
+    if not (call.num_tokens and call.num_seqs and call.max_seq_len):
+        return None
+    tile = max(32, over.get("block_t", 128))
+    most = _UNPACKED_BYTES // (2 * width * layout.num_kv_heads * call.num_seqs)
+    tokens = max(tile, min(most // tile, -(-call.max_seq_len // tile)) * tile)
+    wanted = (
+        call.num_tokens * call.group >= _MANY_ROWS * call.num_seqs
+        and tokens >= min(_LEAST_PIECE, call.max_seq_len)
+        and layout.head_dim <= 128
+        and call.dtype != "float32"
+        and device.kind == "cuda"
+        and device.capability == 90
+    )
+    if not over.get("unpack", wanted):
+        return None
+    if call.dtype == "float32":
+        raise ValueError("plan: unpack=1 rounds keys and values to fp16, and the query is float32")
+    tokens = over.get("piece_tokens", tokens)
+    if tokens % tile:
+        raise ValueError(f"plan: expected piece_tokens to be a multiple of {tile}, got {tokens}")
+    return _Pieces(tokens, -(-call.max_seq_len // tokens))
+
+
 def plan_attention(
     call: AttentionCall,
     layout: CacheLayout,
@@ -722,8 +777,9 @@ def plan_attention(
         cache_align: a power of two that divides the cache's address.
         has_sinks, has_alibi: whether these arrays are given.
         overrides: any of ``block_n`` (query columns a program), ``block_t`` (tokens a tile),
-            ``num_warps``, ``num_stages``, ``num_splits``, ``asm`` (0: no inline PTX) and ``early``
-            (whether kernels let the next one start early).
+            ``num_warps``, ``num_stages``, ``num_splits``, ``asm`` (0: no inline PTX), ``early``
+            (whether kernels let the next one start early), ``unpack`` (whether tokens are decoded
+            once, to a scratch, before they are attended) and ``piece_tokens`` (of that scratch).
 
     Raises:
         ValueError: an override that no kernel can run.
@@ -825,7 +881,13 @@ def plan_attention(
         "BLOCK_N": 16,
         "PDL": pdl,
     }
-    integer = traits.key_kind == "grid"
+    unpacked = _unpacked_reader(layout, page, traits, cache_align)
+    width = sum(unpacked[f"BLOCK_{x}"] * unpacked[f"{x}_CODES"] for x in ("KEY", "VALUE"))
+    pieces = None if decode or mixed else _pieces(call, layout, device, over, width)
+    if pieces:
+        splits, partial, early = 1, False, False
+        result, state = final, lse
+    integer = traits.key_kind == "grid" and not pieces
     num_out = reader["BLOCK_KEY"] * reader["KEY_CODES"] if integer else dim
     query_o = min(num_out, 256) if integer else block_o
     rotated = Buffer("rotated", (*rows_shape, dim), "float16")
@@ -878,6 +940,23 @@ def plan_attention(
         num_stages=tile.stages,
         pdl=pdl,
     )  # fmt: skip
+
+    launches: tuple[Launch, ...] = ()
+    if pieces:
+        shared = {
+            name: constexprs[name]
+            for name in (
+                "PDL", "NUM_QUERY_HEADS", "NUM_KV_HEADS", "GROUP", "OUT_STRIDE_N", "OUT_STRIDE_H",
+                "OUT_STRIDE_D", "HAS_VALUE_SHIFT", "SHIFT_STRIDE", "SCALE", "SOFTCAP", "HAS_OFFSET",
+                "HAS_ALIBI", "CAUSAL", "WINDOW",
+            )
+        } | {"HAS_SINKS": has_sinks}  # fmt: skip
+        *launches, attention = _unpacked_launches(
+            call, layout, traits, device, pieces, over,
+            page=page, reader=unpacked, shared=shared, table_stride=table_stride, sinks=sinks,
+            slopes=slopes, final=final, lse=lse,
+        )  # fmt: skip
+        launches = tuple(launches)
 
     def merge_of(rows: int, splits: int, inputs: tuple[str, ...], **constexprs: Any) -> Launch:
         # All splits of a row at once, where a warp has registers for some of their coordinates.
@@ -963,7 +1042,105 @@ def plan_attention(
             num_stages=2,
             pdl=pdl,
         )
-    return AttentionPlan(query, attention, merge, short, short_merge, output, splits)
+    return AttentionPlan(query, attention, merge, short, short_merge, output, splits, launches)
+
+
+def _unpacked_reader(
+    layout: CacheLayout, page: Mapping[str, Any], traits: Traits, align: int
+) -> dict[str, Any]:
+    """How codes are read where they become numbers of 16 or 32 bits; as ``dequantize`` does."""
+    if traits.key_kind == "grid":
+        traits = replace(traits, key_kind="table")
+    reader = _reader_constexprs(layout, page, traits, align, wide=False, asm=False)
+    unused = (
+        "META_PAIR_LOAD", "KEY_PAIR_LOAD", "KEY_BYTES", "KEY_BIAS", "VALUE_PAIRED", "KEY_ASM",
+        "KEY_CONSTRAINTS", "VALUE_ASM", "VALUE_CONSTRAINTS",
+    )  # fmt: skip
+    return {name: value for name, value in reader.items() if name not in unused}
+
+
+def _unpacked_launches(
+    call: AttentionCall,
+    layout: CacheLayout,
+    traits: Traits,
+    device: Device,
+    pieces: _Pieces,
+    over: Mapping[str, int],
+    *,
+    page: Mapping[str, Any],
+    reader: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    table_stride: int,
+    sinks: str,
+    slopes: str,
+    final: Buffer,
+    lse: Buffer,
+) -> list[Launch]:
+    """For each piece of the tokens: decoding, then attention of all rows over it."""
+    heads, pdl = layout.num_kv_heads, shared["PDL"]
+    block_n, block_t = max(16, over.get("block_n", 128)), over.get("block_t", 128)
+    widths = [reader[f"BLOCK_{x}"] * reader[f"{x}_CODES"] for x in ("KEY", "VALUE")]
+    # What the largest decoded number of a key becomes: not above 1.
+    size = {"grid": 1 / 128, "table": 1 / 4, "fp8": 1 / 2}[traits.key_kind]
+    num_blocks = call.num_tokens * call.group // block_n + call.num_seqs + 1
+    rows = call.num_tokens * call.num_query_heads
+    scratch = (call.num_seqs, heads, pieces.tokens)
+    keys = Buffer("unpacked_keys", (*scratch, widths[0]), "float16")
+    values = Buffer("unpacked_values", (*scratch, widths[1]), "float16")
+    exponents = Buffer("exponents", (*scratch[:2], pieces.tokens // block_t), "float32")
+    # Of rows that see tokens of several pieces.
+    kept = rows if pieces.count > 1 else 1
+    sums = Buffer("sums", (kept, widths[1]), "float32")
+    state = Buffer("state", (kept, 2), "float32")
+    window = shared["WINDOW"]
+    unpack = _items(
+        NUM_KV_HEADS=heads, PIECE=pieces.tokens, PDL=pdl,
+        WINDOW=window + call.max_query_len if window and call.causal else 0,
+        KEY_SIZE=size, VALUE_LARGEST=traits.value_largest, TILE=block_t, BLOCK_T=32,
+        **page, **reader,
+    )  # fmt: skip
+    sizes = ("KEY_CODES", "VALUE_CODES", "BLOCK_KEY", "BLOCK_VALUE", "HEAD_DIM")
+    attend = _items(
+        PIECE=pieces.tokens, KEY_SIZE=size, BLOCK_T=block_t, BLOCK_N=block_n,
+        **shared, **{name: reader[name] for name in sizes},
+    )  # fmt: skip
+    tiles = call.num_seqs * heads * (pieces.tokens // 32)
+    read = (
+        "rotated", "row_terms", "unpacked_keys", "unpacked_values", "exponents", "seq_lens",
+        "query_start_loc", "value_shift", sinks, slopes,
+    )  # fmt: skip
+    launches = []
+    for piece in range(pieces.count):
+        # Scratch is written again when what was there has been used.
+        after = "state" if piece else "seq_lens"
+        written = ("sums", "state", final.name, "lse") if piece else ("row_terms",) * 4
+        launches.append(
+            Launch(
+                "unpack",
+                tiles,
+                inputs=("cache", "block_table", "seq_lens", "key_table", "value_table", after),
+                integers=(table_stride, piece),
+                outputs=(keys, values, exponents),
+                constexprs=unpack,
+                num_warps=4,
+                num_stages=1,
+                pdl=pdl,
+            )
+        )
+        launches.append(
+            Launch(
+                "attention_unpacked",
+                num_blocks * heads,
+                inputs=(*read, *written),
+                integers=(call.num_tokens, call.num_seqs, num_blocks, piece),
+                outputs=(sums, state, final, lse),
+                constexprs=attend,
+                num_warps=over.get("num_warps", 8 if block_n >= 128 else 4),
+                num_stages=over.get("num_stages", 2),
+                pdl=pdl,
+            )
+        )
+    return launches
 
 
 def plan_store(
@@ -1072,21 +1249,7 @@ def plan_dequantize(
 ) -> Launch:
     """Plans a dequantize of ``[num_seqs, capacity]`` tokens to ``dtype``."""
     page = _page_constexprs(layout, page_stride)
-    if traits.key_kind == "grid":
-        traits = replace(traits, key_kind="table")
-    reader = _reader_constexprs(layout, page, traits, cache_align, wide=False, asm=False)
-    for name in (
-        "META_PAIR_LOAD",
-        "KEY_PAIR_LOAD",
-        "KEY_BYTES",
-        "KEY_BIAS",
-        "VALUE_PAIRED",
-        "KEY_ASM",
-        "KEY_CONSTRAINTS",
-        "VALUE_ASM",
-        "VALUE_CONSTRAINTS",
-    ):
-        del reader[name]
+    reader = _unpacked_reader(layout, page, traits, cache_align)
     block_d = max(16, _pow2(layout.head_dim))
     block_t = 16
     constexprs = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +76,25 @@ def test_long_chunks_with_rows_on_the_m_axis(preset):
     for splits in (1, 4):
         plan = {"block_n": 128, "num_splits": splits}
         check_attention(case, "triton", "cuda", plan=plan)
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION if c.head_dim <= 256], ids=str)
+def test_tokens_decoded_once(case):
+    """In pieces that end within sequences; the same bits every time."""
+    case = replace(case, dtype="float16") if case.dtype == "float32" else case
+    plan = {"unpack": 1, "block_n": 64, "block_t": 64, "num_warps": 4, "piece_tokens": 128}
+    first, again = (check_attention(case, "triton", "cuda", plan=plan) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("piece_tokens", [512, 2048, 8192])
+def test_long_chunks_decoded_once(preset, piece_tokens):
+    case = AttentionCase(
+        QuantConfig.preset(preset), 128, 64, num_kv_heads=2, group=3, dtype="bfloat16", seed=5,
+        batch=((600, 5000), (300, 300), (0, 70), (411, 2048)),
+    )  # fmt: skip
+    check_attention(case, "triton", "cuda", plan={"unpack": 1, "piece_tokens": piece_tokens})
 
 
 @pytest.mark.parametrize("case", ATTENTION[::4], ids=str)

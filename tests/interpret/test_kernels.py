@@ -65,6 +65,15 @@ def test_rows_on_the_other_axis(case):
     )
 
 
+@pytest.mark.parametrize("case", ATTENTION[::3], ids=str)
+def test_tokens_decoded_once(case):
+    """In pieces that end within sequences, or in one piece."""
+    piece = (32, 512)[ATTENTION.index(case) % 2]
+    case = replace(case, dtype="float16") if case.dtype == "float32" else case
+    plan = {"unpack": 1, "block_n": 16, "block_t": 32, "piece_tokens": piece}
+    check_attention(case, "interpret", plan=plan)
+
+
 @pytest.mark.parametrize("case", ATTENTION[::11], ids=str)
 def test_splits_agree(case):
     whole, whole_lse = check_attention(case, "interpret", num_kv_splits=1)

@@ -33,7 +33,8 @@ _CODEC = dispatch.codec_arrays(Codec(QuantConfig.preset("4bit"), 128))
 _DTYPES = {
     **{name: array.dtype.name for name, array in _CODEC.items()},
     **dict.fromkeys(("row_terms", "sinks", "alibi_slopes", "partial", "state", "coded"), "float32"),
-    **dict.fromkeys(("short_partial", "short_state", "lse"), "float32"),
+    **dict.fromkeys(("short_partial", "short_state", "lse", "sums", "exponents"), "float32"),
+    **dict.fromkeys(("unpacked_keys", "unpacked_values"), "float16"),
     **dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "int32"),
     "cache": "uint8",
     "slot_mapping": "int64",

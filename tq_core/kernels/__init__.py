@@ -13,11 +13,13 @@ from types import SimpleNamespace
 #: Kernel name -> module that defines it.
 KERNELS = {
     "attention": "attention",
+    "attention_unpacked": "unpacked",
     "dequantize": "dequantize",
     "merge": "attention",
     "store": "store",
     "transform_output": "query",
     "transform_query": "query",
+    "unpack": "unpacked",
 }
 
 
