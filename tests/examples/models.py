@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+import tq_jax
 from examples.weights import LlamaConfig, LlamaWeights
 
 HEADS, KV_HEADS, WIDTH, INNER, VOCAB, LAYERS = 4, 2, 32, 48, 60, 2
@@ -98,3 +99,16 @@ def shortfall(llama, prompt: list[int], written: list[int], cache) -> float:
     rows = llama([*prompt, *written], cache)[len(prompt) - 1 : -1].astype(np.float64)
     chosen = rows[np.arange(len(written)), written]
     return float(((rows.max(-1) - chosen) / rows.std(-1)).max())
+
+
+def stored_of(pool, cache, block_table) -> np.ndarray:
+    """Which positions of a sequence were ever written in the last layer, bool [positions].
+
+    ``cache``, ``pool``: a packed one of ``llama_jax`` that was empty; ``block_table``: [max_pages].
+    """
+    pages = block_table[block_table >= 0]
+    table = (cache.config.num_layers - 1) * cache.num_pages + pages[None]
+    lens = np.array([table.size * cache.layout.page_size], np.int32)
+    what = {"layout": cache.layout, "codec": cache.codec, "dtype": "float32"}
+    keys, _ = tq_jax.dequantize(pool, table, lens, **what)
+    return np.asarray(keys)[0].any((1, 2))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import tq_jax
 from examples import generate, llama_jax, llama_torch
 from examples.batch import pack
 from examples.tokenizer import encode, load_tokenizer
@@ -20,6 +19,7 @@ from tests.examples.models import (
     make_prompts,
     make_weights,
     shortfall,
+    stored_of,
     with_ends,
     write_checkpoint,
 )
@@ -147,16 +147,6 @@ def run_jitted(weights, prompts, new=NEW, cache=None, arrays=None, **changes):
     return llama_jax.generate(llama.params, **arguments, **what), batch, cache
 
 
-def stored_of(pool, cache, batch, sequence):
-    """Which positions of a sequence were ever written in the last layer, bool [positions]."""
-    pages = batch.block_table[sequence]
-    table = (cache.config.num_layers - 1) * cache.num_pages + pages[pages >= 0][None]
-    lens = np.array([table.size * llama_jax.PAGE_SIZE], np.int32)
-    what = {"layout": cache.layout, "codec": cache.codec, "dtype": "float32"}
-    keys, _ = tq_jax.dequantize(pool, table, lens, **what)
-    return np.asarray(keys)[0].any((1, 2))
-
-
 def test_what_has_ended_stores_nothing(weights):
     prompts = make_prompts()
     whole = write(llama_jax, weights, "4bit", prompts)
@@ -164,7 +154,7 @@ def test_what_has_ended_stores_nothing(weights):
     (tokens, pool), batch, cache = run_jitted(ended, prompts)
     for b, prompt in enumerate(prompts):
         count = int((np.asarray(tokens)[b] != llama_jax.NO_TOKEN).sum())
-        stored = stored_of(pool, cache, batch, b)
+        stored = stored_of(pool, cache, batch.block_table[b])
         # The last new token is never fed.
         fed = len(prompt) + count - (count == NEW)
         assert stored[:fed].all()
