@@ -1,8 +1,9 @@
 """A real language model on a packed KV cache, in PyTorch and in JAX: ``python -m examples.demo``.
 
-For a 16-bit cache and for each preset it writes a short text, measures the perplexity of a novel
-with every token attending to the packed cache alone, counts the cache's bytes, and compares the two
-frameworks. It ends with a table and a plot, and with exit code 1 where a result is out of bounds.
+For a 16-bit cache and for each preset it continues one prompt or a batch of several, measures the
+perplexity of a novel with every token attending to the packed cache alone, counts the cache's
+bytes, and compares the two frameworks. It ends with a table and a plot, and with exit code 1 where
+a result is out of bounds.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Result:
 
     bytes_per_token: int
     perplexity: float
-    text: str
+    texts: list[str]
     seconds: float
 
 
@@ -80,7 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     if len(ids) < 2:
         print(f"--text: expected at least 2 tokens, got {len(ids)}", file=sys.stderr)
         return 2
-    prompt = encode(tokenizer, arguments.prompt, config.bos_id)
+    prompts = [encode(tokenizer, prompt, config.bos_id) for prompt in arguments.prompt]
+    if not all(prompts):
+        print("--prompt: expected at least 1 token in each", file=sys.stderr)
+        return 2
     print(
         f"{path.name}: {config.num_layers} layers, {config.num_heads} query and "
         f"{config.num_kv_heads} KV heads of {config.head_dim}; perplexity over {len(ids)} tokens"
@@ -91,7 +95,9 @@ def main(argv: list[str] | None = None) -> int:
         llama = import_module(f"examples.llama_{framework}").Llama(weights)
         for name in report.results:
             quant = None if name == BASELINE else QuantConfig.preset(name)
-            result = measure(llama, quant, ids, prompt, tokenizer, arguments, f"{framework} {name}")
+            result = measure(
+                llama, quant, ids, prompts, tokenizer, arguments, f"{framework} {name}"
+            )
             report.results[name][framework] = result
 
     known = arguments.model is None and arguments.text is None and arguments.tokens == 2048
@@ -114,8 +120,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="DIR", help="a local transformers directory (Llama)")
     parser.add_argument("--text", metavar="FILE", help="text for the perplexity")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of it (%(default)s)")
-    parser.add_argument("--prompt", default=PROMPT, help="what the generated text continues")
-    parser.add_argument("--new-tokens", type=int, default=24, help="tokens to write (%(default)s)")
+    parser.add_argument("--prompt", nargs="+", default=[PROMPT], help="what the texts continue")
+    parser.add_argument(
+        "--new-tokens", type=int, default=24, help="tokens of each text (%(default)s)"
+    )
     parser.add_argument("--chunk", type=int, default=512, help="prefill chunk (%(default)s)")
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), help="default: all")
     parser.add_argument(
@@ -138,17 +146,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def measure(llama, quant, ids, prompt, tokenizer, arguments, title) -> Result:
-    """Perplexity of ``ids`` and a continuation of ``prompt``, each from an empty cache."""
+def measure(llama, quant, ids, prompts, tokenizer, arguments, title) -> Result:
+    """Perplexity of ``ids`` and continuations of ``prompts``, each from an empty cache."""
     start = time.perf_counter()
-    total = len(ids) + arguments.new_tokens
+    room = [len(prompt) + arguments.new_tokens for prompt in prompts]
+    total = len(ids) + arguments.new_tokens * len(prompts)
     with tqdm(total=total, desc=f"{title:>14}", unit="tok", leave=False) as bar:
         cache = llama.new_cache(quant, len(ids))
         perplexity = evaluate.perplexity(llama, cache, ids, arguments.chunk, bar.update)
         size = cache.bytes_per_token
-        cache = llama.new_cache(quant, len(prompt) + arguments.new_tokens)
-        written = evaluate.generate(llama, cache, prompt, arguments.new_tokens, bar.update)
-    return Result(size, perplexity, tokenizer.decode(written), time.perf_counter() - start)
+        written = llama.generate(prompts, llama.new_cache(quant, room), arguments.new_tokens)
+        bar.update(sum(map(len, written)))
+    texts = [tokenizer.decode(tokens) for tokens in written]
+    return Result(size, perplexity, texts, time.perf_counter() - start)
 
 
 def judge(report: Report, known: bool) -> None:
@@ -186,7 +196,8 @@ def show(report: Report, frameworks: list[str], config: LlamaConfig) -> None:
     """Prints the texts and the table."""
     for name, by_framework in report.results.items():
         for framework, result in by_framework.items():
-            print(f"{framework:>6} {name:>8} | {' '.join(result.text.split())}")
+            for text in result.texts:
+                print(f"{framework:>6} {name:>8} | {' '.join(text.split())}")
     baseline = report.results[BASELINE][frameworks[0]]
     columns = "".join(f"{'ppl ' + f:>11}{'change':>9}{'s':>6}" for f in frameworks)
     print(f"\n{'cache':>8}{'bytes/token':>13}{'smaller':>9}{columns}{'differ':>9}")

@@ -12,34 +12,6 @@ ROTATION_SEED = 5
 Progress = Callable[[int], object]
 
 
-def generate(
-    llama, cache, prompt: Sequence[int], max_new: int, progress: Progress = lambda n: 0
-) -> list[int]:
-    """Greedy continuation of ``prompt``: one prefill, then token by token.
-
-    Args:
-        llama: a ``Llama`` of ``llama_torch`` or ``llama_jax``.
-        cache: an empty cache of that model, with room for ``len(prompt) + max_new`` tokens.
-        prompt: token ids.
-        max_new: most tokens to write; an end-of-text token stops earlier.
-        progress: called with the number of tokens just written.
-
-    Returns:
-        The new token ids, without the end-of-text token.
-    """
-    written: list[int] = []
-    logits = llama(prompt, cache)
-    while len(written) < max_new:
-        token = int(logits[-1].argmax())
-        if token in llama.config.eos_ids:
-            break
-        written.append(token)
-        progress(1)
-        if len(written) < max_new:
-            logits = llama([token], cache)
-    return written
-
-
 def perplexity(
     llama, cache, ids: Sequence[int], chunk: int, progress: Progress = lambda n: 0
 ) -> float:

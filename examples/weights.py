@@ -108,7 +108,9 @@ def _assemble(config: LlamaConfig, readers: TensorReaders, names: int, ignored=(
 
     def read(name: str) -> np.ndarray | None:
         unread.discard(name)
-        return readers[name]() if name in readers else missing.append(name)
+        if name not in readers:
+            return missing.append(name)
+        return np.require(readers[name](), requirements="W")  # a view of the file is not
 
     layers: dict[str, np.ndarray] = {}
     for ours, names_there in _LAYER_TENSORS.items():
