@@ -734,14 +734,17 @@ def _pieces(
         call.num_tokens * call.group >= _MANY_ROWS * call.num_seqs
         and tokens >= min(_LEAST_PIECE, call.max_seq_len)
         and layout.head_dim <= 128
-        and call.dtype != "float32"
+        and call.dtype == "bfloat16"
         and device.kind == "cuda"
         and device.capability == 90
     )
     if not over.get("unpack", wanted):
         return None
-    if call.dtype == "float32":
-        raise ValueError("plan: unpack=1 rounds keys and values to fp16, and the query is float32")
+    if call.dtype != "bfloat16":
+        raise ValueError(
+            "plan: unpack=1 rounds keys, values and queries to fp16, which is precise enough for "
+            f"bfloat16, not for {call.dtype}"
+        )
     tokens = over.get("piece_tokens", tokens)
     if tokens % tile:
         raise ValueError(f"plan: expected piece_tokens to be a multiple of {tile}, got {tokens}")
@@ -1092,12 +1095,10 @@ def _unpacked_launches(
     kept = rows if pieces.count > 1 else 1
     sums = Buffer("sums", (kept, widths[1]), "float32")
     state = Buffer("state", (kept, 2), "float32")
-    window = shared["WINDOW"]
     unpack = _items(
         NUM_KV_HEADS=heads, PIECE=pieces.tokens, PDL=pdl,
-        WINDOW=window + call.max_query_len if window and call.causal else 0,
-        KEY_SIZE=size, VALUE_LARGEST=traits.value_largest, TILE=block_t, BLOCK_T=32,
-        **page, **reader,
+        WINDOW=shared["WINDOW"], KEY_SIZE=size, VALUE_LARGEST=traits.value_largest, TILE=block_t,
+        BLOCK_T=32, **page, **reader,
     )  # fmt: skip
     sizes = ("KEY_CODES", "VALUE_CODES", "BLOCK_KEY", "BLOCK_VALUE", "HEAD_DIM")
     attend = _items(
@@ -1105,6 +1106,8 @@ def _unpacked_launches(
         **shared, **{name: reader[name] for name in sizes},
     )  # fmt: skip
     tiles = call.num_seqs * heads * (pieces.tokens // 32)
+    # Query rows and three tiles of keys and values.
+    deep = 2 * (block_n * widths[0] + 3 * block_t * sum(widths)) + 4096
     read = (
         "rotated", "row_terms", "unpacked_keys", "unpacked_values", "exponents", "seq_lens",
         "query_start_loc", "value_shift", sinks, slopes,
@@ -1118,7 +1121,15 @@ def _unpacked_launches(
             Launch(
                 "unpack",
                 tiles,
-                inputs=("cache", "block_table", "seq_lens", "key_table", "value_table", after),
+                inputs=(
+                    "cache",
+                    "block_table",
+                    "seq_lens",
+                    "query_start_loc",
+                    "key_table",
+                    "value_table",
+                    after,
+                ),
                 integers=(table_stride, piece),
                 outputs=(keys, values, exponents),
                 constexprs=unpack,
@@ -1136,7 +1147,7 @@ def _unpacked_launches(
                 outputs=(sums, state, final, lse),
                 constexprs=attend,
                 num_warps=over.get("num_warps", 8 if block_n >= 128 else 4),
-                num_stages=over.get("num_stages", 2),
+                num_stages=over.get("num_stages", 3 if deep <= device.shared_memory else 2),
                 pdl=pdl,
             )
         )

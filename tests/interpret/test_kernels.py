@@ -69,7 +69,7 @@ def test_rows_on_the_other_axis(case):
 def test_tokens_decoded_once(case):
     """In pieces that end within sequences, or in one piece."""
     piece = (32, 512)[ATTENTION.index(case) % 2]
-    case = replace(case, dtype="float16") if case.dtype == "float32" else case
+    case = replace(case, dtype="bfloat16")
     plan = {"unpack": 1, "block_n": 16, "block_t": 32, "piece_tokens": piece}
     check_attention(case, "interpret", plan=plan)
 

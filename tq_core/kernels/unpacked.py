@@ -33,7 +33,8 @@ NEVER = tl.constexpr(-1.0e30)
 
 @triton.jit(do_not_specialize=["table_stride", "piece"])
 def unpack(
-    cache_ptr, block_table_ptr, seq_lens_ptr, key_table_ptr, value_table_ptr, after_ptr,
+    cache_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr, key_table_ptr, value_table_ptr,
+    after_ptr,
     table_stride, piece,
     key_out_ptr, value_out_ptr, exponent_ptr,
     NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
@@ -69,8 +70,10 @@ def unpack(
     live = token < seq_len
     first = 0
     if WINDOW > 0:
-        # WINDOW counts the rows of a chunk too, so that the first of them has its window.
-        first = seq_len - WINDOW
+        # The window of the sequence's first row; pages before it need not exist.
+        rows_ptr = query_start_loc_ptr + seq
+        num_rows = tl.load(rows_ptr + 1) - tl.load(rows_ptr)
+        first = seq_len - num_rows - WINDOW + 1
         live = live & (token >= first)
     wait_for_previous(PDL)
     if (tl.min(token, 0) >= seq_len) | (tl.max(token, 0) < first):
