@@ -25,6 +25,11 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _EARLY_PROGRAMS = 4
 #: Programs of a store, so many that each multiprocessor has several.
 _STORE_PROGRAMS = 1024
+#: Where results must not depend on the batch: tokens of a KV split, scratch at most, and splits
+#: and coordinates of a program of `merge`.
+SPLIT_TOKENS = 1024
+MAX_BATCH_SCRATCH_BYTES = 2**30
+_BATCH_MERGE = (32, 64)
 #: Query rows of a program from which on they lie on the M axis of the dots.
 _WIDE = 64
 #: Shared memory of an attention program besides its tiles: queries, layout changes, the driver's.
@@ -73,6 +78,7 @@ class Launch:
         constexprs: numbers that are.
         num_warps, num_stages: as Triton has them.
         pdl: whether the kernel may start while the one before it runs; it waits by itself.
+        fp_fusion: whether the compiler may make one operation of a product and a sum.
     """
 
     kernel: str
@@ -84,6 +90,7 @@ class Launch:
     num_warps: int
     num_stages: int
     pdl: bool = False
+    fp_fusion: bool = True
 
 
 @dataclass(frozen=True)
@@ -486,32 +493,43 @@ def _reader_constexprs(
     }
 
 
-#: What a plan may be overridden with, and the least and largest value.
+#: Numbers that a plan may be overridden with, and the least and largest value.
 _LIMITS = {
     "block_n": (4, 256),
     "block_t": (16, 256),
     "num_warps": (1, 16),
     "num_stages": (1, 8),
     "num_splits": (1, MAX_KV_SPLITS),
+    "split_tokens": (16, 2**20),
     "asm": (0, 1),
     "early": (0, 1),
 }
 
 
-def _overrides(given: Mapping[str, int] | None) -> dict[str, int]:
-    """Checked overrides of a plan."""
-    over = dict(given or {})
-    if unknown := sorted(set(over) - set(_LIMITS)):
-        raise ValueError(f"plan: expected any of {sorted(_LIMITS)}, got {unknown}")
-    for name, value in over.items():
+def _overrides(given: Mapping[str, int | str] | None) -> tuple[dict[str, int], bool]:
+    """Checked overrides of a plan, and whether results must not depend on the batch."""
+    over: dict[str, int] = {}
+    deterministic: int | str | None = None
+    known = sorted([*_LIMITS, "deterministic"])
+    if unknown := sorted(set(given or {}) - set(known)):
+        raise ValueError(f"plan: expected any of {known}, got {unknown}")
+    for name, value in (given or {}).items():
+        if name == "deterministic":
+            deterministic = value
+            continue
         low, high = _LIMITS[name]
         power = name in ("block_n", "block_t", "num_warps")
-        if not low <= value <= high or (power and value != _pow2(value)):
+        if isinstance(value, str) or not low <= value <= high or (power and value != _pow2(value)):
             what = "a power of two" if power else "a number"
             raise ValueError(
-                f"plan: expected {name} to be {what} from {low} to {high}, got {value}"
+                f"plan: expected {name} to be {what} from {low} to {high}, got {value!r}"
             )
-    return over
+        over[name] = value
+    if deterministic not in (None, "batch"):
+        raise ValueError(f"plan: expected deterministic to be 'batch', got {deterministic!r}")
+    if deterministic is None and "split_tokens" in over:
+        raise ValueError("plan: split_tokens is for deterministic='batch' alone")
+    return over, deterministic is not None
 
 
 def _shared(reader: Mapping[str, Any], block_n: int, block_t: int, stages: int) -> int:
@@ -707,7 +725,7 @@ def plan_attention(
     cache_align: int,
     has_sinks: bool,
     has_alibi: bool,
-    overrides: Mapping[str, int] | None = None,
+    overrides: Mapping[str, int | str] | None = None,
 ) -> AttentionPlan:
     """Plans an attention call.
 
@@ -723,21 +741,26 @@ def plan_attention(
         has_sinks, has_alibi: whether these arrays are given.
         overrides: any of ``block_n`` (query columns a program), ``block_t`` (tokens a tile),
             ``num_warps``, ``num_stages``, ``num_splits``, ``asm`` (0: no inline PTX) and ``early``
-            (whether kernels let the next one start early).
+            (whether kernels let the next one start early). ``deterministic="batch"``: the bits of
+            a row's result depend on its own sequence alone; KV splits then have ``split_tokens``
+            each, and the other overrides are a part of what fixes the bits.
 
     Raises:
-        ValueError: an override that no kernel can run.
+        ValueError: an override that no kernel can run, or that says something else than another.
     """
-    over = _overrides(overrides)
-    if decode and not over:
+    over, batch = _overrides(overrides)
+    if decode and not over and not batch:
         over = _measured(call, layout, traits, device)
     page = _page_constexprs(layout, page_stride)
     asm = device.kind == "cuda" and bool(over.get("asm", True))
     reader = _reader_constexprs(layout, page, traits, cache_align, wide=True, asm=asm)
     dim, heads, group = layout.head_dim, layout.num_kv_heads, call.group
     columns = (1 if decode else max(call.max_query_len, 1)) * group
+    if batch:
+        # What a tile is follows from the head and the device alone.
+        columns = group
     tile = _tile(columns, reader, dim, device, over)
-    short_columns = 0 if decode or "block_n" in over else _short_columns(call)
+    short_columns = 0 if decode or batch or "block_n" in over else _short_columns(call)
     short_tile = _tile(short_columns, reader, dim, device, over) if short_columns else tile
     mixed = short_tile.block_n < tile.block_n
 
@@ -751,7 +774,12 @@ def plan_attention(
     if mixed:
         live_blocks = min(num_blocks, -(-call.num_tokens * group // tile.block_n))
     rows = call.num_tokens * call.num_query_heads
-    splits = _num_splits(call, layout, device, tile, over, live_blocks * heads, rows)
+    split_tiles = 0
+    if batch:
+        split_tiles = _split_tiles(call, over, tile.block_t)
+        splits = _batch_splits(call, dim, split_tiles * tile.block_t, rows)
+    else:
+        splits = _num_splits(call, layout, device, tile, over, live_blocks * heads, rows)
     short_splits = 1
     if mixed:
         short_rows = call.num_seqs * heads * short_tile.block_n
@@ -760,7 +788,7 @@ def plan_attention(
         )
 
     coded = traits.has_value_matrix
-    partial = splits > 1
+    partial = splits > 1 or batch
     pdl = device.kind == "cuda" and device.capability >= 90
     # Where few programs wait, they leave those before them the room they need.
     few_programs = num_blocks * heads * splits <= _EARLY_PROGRAMS * device.num_sms
@@ -808,6 +836,7 @@ def plan_attention(
         "BLOCK_T": tile.block_t,
         "BLOCK_N": tile.block_n,
         "WIDE": tile.block_n >= _WIDE,
+        "SPLIT_TILES": split_tiles,
         "PREFETCH": early and _is_prefetched(page, layout, tile.block_t, cache_align),
         **page,
         **reader,
@@ -815,7 +844,7 @@ def plan_attention(
     block_d = max(16, _pow2(dim))
     row_blocks = -(-call.num_tokens * group // 16)
     # Few rows: narrow blocks, so that every multiprocessor has one.
-    few = row_blocks * heads < 4 * device.num_sms
+    few = batch or row_blocks * heads < 4 * device.num_sms
     block_o = min(block_d, 64 if few else 128)
     transform = {
         "NUM_QUERY_HEADS": call.num_query_heads,
@@ -883,6 +912,8 @@ def plan_attention(
         # All splits of a row at once, where a warp has registers for some of their coordinates.
         block_s = min(_pow2(splits), 128)
         merge_d = min(block_d, 128, 2048 // block_s)
+        if batch:
+            block_s, merge_d = _BATCH_MERGE[0], min(block_d, _BATCH_MERGE[1])
         return Launch(
             "merge",
             rows * -(-dim // merge_d),
@@ -900,6 +931,7 @@ def plan_attention(
                 OUT_STRIDE_D=final_strides[2],
                 BLOCK_S=block_s,
                 BLOCK_D=merge_d,
+                SPARSE=batch,
                 PDL=pdl,
             ),
             num_warps=1,
@@ -963,7 +995,54 @@ def plan_attention(
             num_stages=2,
             pdl=pdl,
         )
-    return AttentionPlan(query, attention, merge, short, short_merge, output, splits)
+    plan = AttentionPlan(query, attention, merge, short, short_merge, output, splits)
+    return _without_fusion(plan) if batch else plan
+
+
+def _split_tiles(call: AttentionCall, over: Mapping[str, int], block_t: int) -> int:
+    """Tiles of a KV split where results must not depend on the batch."""
+    if "num_splits" in over or call.num_kv_splits is not None:
+        name = "num_splits" if "num_splits" in over else "num_kv_splits"
+        raise ValueError(
+            f"plan: {name} cuts sequences into equal parts, which differ with their length, and "
+            "deterministic='batch' into parts of split_tokens; give one of the two"
+        )
+    tokens = over.get("split_tokens", max(SPLIT_TOKENS, block_t))
+    if tokens % block_t:
+        raise ValueError(
+            f"plan: expected split_tokens to be a multiple of the {block_t} tokens of a tile, "
+            f"got {tokens}"
+        )
+    return tokens // block_t
+
+
+def _batch_splits(call: AttentionCall, dim: int, split_tokens: int, rows: int) -> int:
+    """KV splits up to the bound of the lengths, all with room for their partial sums."""
+    splits = max(1, -(-call.max_seq_len // split_tokens))
+    size = 4 * dim * rows * splits
+    if size > MAX_BATCH_SCRATCH_BYTES:
+        raise ValueError(
+            f"plan: deterministic='batch' needs {size} bytes for the partial sums of "
+            f"{call.num_tokens} query rows over {call.max_seq_len} tokens, and may take "
+            f"{MAX_BATCH_SCRATCH_BYTES}; give fewer rows a call, which changes no bit, a smaller "
+            f"max_seq_len, or a larger split_tokens than {split_tokens}, which changes the bits"
+        )
+    return splits
+
+
+def _without_fusion(plan: AttentionPlan) -> AttentionPlan:
+    """The plan with every product rounded: which ones are fused differs from kernel to kernel."""
+
+    def unfused(launch: Launch | None) -> Launch | None:
+        return None if launch is None else replace(launch, fp_fusion=False)
+
+    return replace(
+        plan,
+        query=replace(plan.query, fp_fusion=False),
+        attention=replace(plan.attention, fp_fusion=False),
+        merge=unfused(plan.merge),
+        output=unfused(plan.output),
+    )
 
 
 def plan_store(

@@ -485,6 +485,7 @@ def attention(
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """One (block of query rows, KV head, KV split).
 
@@ -497,6 +498,8 @@ def attention(
     ``SHORT``: sequences of at most that many rows, of all heads of a group, are another launch's.
     ``ONE_BLOCK``: that launch, a block for each sequence; it has partial sums
     ``[B, Hk, BLOCK_N, num_splits, ...]``.
+    ``SPLIT_TILES``: split s has as many tiles from tile ``s * SPLIT_TILES`` of its sequence on, and
+    a row's tiles come in their order, whatever other rows its block has; 0: splits are equal parts.
     """
     let_next_start(EARLY)
     pid = tl.program_id(0)
@@ -574,11 +577,19 @@ def attention(
         whole_start = tl.maximum(last_position - WINDOW + 1, 0)
     start = first_token // BLOCK_T
     stop = tl.cdiv(tl.maximum(end_token, 0), BLOCK_T)
-    per_split = tl.cdiv(tl.maximum(stop - start, 0), num_splits)
-    start = start + split * per_split
-    stop = tl.minimum(start + per_split, stop)
+    if SPLIT_TILES > 0:
+        stop = tl.minimum(stop, (split + 1) * SPLIT_TILES)
+        start = tl.minimum(tl.maximum(start, split * SPLIT_TILES), stop)
+    else:
+        per_split = tl.cdiv(tl.maximum(stop - start, 0), num_splits)
+        start = start + split * per_split
+        stop = tl.minimum(start + per_split, stop)
     whole_start = tl.minimum(tl.maximum(tl.cdiv(whole_start, BLOCK_T), start), stop)
     whole_stop = tl.minimum(tl.maximum(tl.maximum(whole_end, 0) // BLOCK_T, whole_start), stop)
+    if SPLIT_TILES > 0 and WINDOW > 0:
+        # Whole tiles would come before the masked ones, and which are whole depends on the block.
+        whole_start = start
+        whole_stop = start
 
     # Columns of the first dot: two or one of a query row's.
     WIDTH: tl.constexpr = 2 * BLOCK_N if KEY_KIND == "grid" else max(8, BLOCK_N)
@@ -603,6 +614,10 @@ def attention(
                 KEY_HEAD_STRIDE, META_BASE, META_HEAD_STRIDE, BLOCK_T,
             )  # fmt: skip
     wait_for_previous(PDL)
+    if SPLIT_TILES > 0:
+        if start >= stop:
+            tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
+            return
     q = ()
     if KEY_KIND == "grid":
         offs_k = tl.arange(0, BLOCK_KEY * KEY_CODES)
@@ -763,13 +778,14 @@ def merge(
     ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SPARSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of one row from the partial sums of its splits; the sink is counted here.
 
     A program is one warp and has ``BLOCK_D`` coordinates; ``BLOCK_S`` splits are loaded at once.
     ``ONE_BLOCK``: of the rows of `attention` with that flag; the others stay as they are, in
     ``previous_out_ptr`` and ``previous_lse_ptr``, which are the outputs.
+    ``SPARSE``: most splits may have seen nothing: their sums are not read.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
@@ -804,12 +820,14 @@ def merge(
     for first in range(0, num_splits, BLOCK_S):
         offs_s = first + tl.arange(0, BLOCK_S)
         mask_s = offs_s < num_splits
+        l = tl.load(state_ptr + offs_s * 2 + 1, mask=mask_s, other=0.0)
+        if SPARSE:
+            mask_s = l != 0
         part = tl.load(
             part_ptr + offs_s[:, None] * HEAD_DIM + offs_d[None, :],
             mask=mask_s[:, None] & mask_d[None, :],
             other=0.0,
         )
-        l = tl.load(state_ptr + offs_s * 2 + 1, mask=mask_s, other=0.0)
         m = tl.load(state_ptr + offs_s * 2, mask=mask_s, other=NEVER)
         # What a split that saw nothing left in its place is not a number to count on.
         live = l != 0
