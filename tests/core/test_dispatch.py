@@ -13,6 +13,7 @@ from tq_core.dispatch import MAX_SCRATCH_BYTES, SPLITS
 from tq_core.validation import ArraySpec, check_attention
 
 H200 = DEVICES["sm_90"]
+BATCH = {"deterministic": "batch"}
 
 
 def constants(launch):
@@ -128,6 +129,12 @@ def test_what_no_tile_fits_is_refused():
         ({"num_stages": 0}, "num_stages to be a number from 1 to 8, got 0"),
         ({"num_splits": 257}, "num_splits to be a number from 1 to 256, got 257"),
         ({"asm": 2}, "asm to be a number from 0 to 1, got 2"),
+        ({"asm": "batch"}, "asm to be a number from 0 to 1, got 'batch'"),
+        ({"deterministic": "run"}, "expected deterministic to be 'batch', got 'run'"),
+        ({"split_tokens": 256}, "split_tokens is for deterministic='batch' alone"),
+        (BATCH | {"split_tokens": 8}, "split_tokens to be a number from 16 to 1048576, got 8"),
+        (BATCH | {"split_tokens": 100}, "split_tokens to be a multiple of the 32 tokens of a tile"),
+        (BATCH | {"num_splits": 4}, "num_splits cuts sequences into equal parts"),
         ({"block_t": 256, "num_stages": 8}, "block_t=256 and num_stages=8 need about .* bytes"),
     ],
 )
@@ -213,3 +220,45 @@ def test_rows_lie_on_the_m_axis_where_that_is_faster(target):
     plan = attention_plan("4bit", target, query_len=2048, num_seqs=1)
     assert constants(plan.attention)["WIDE"] == (target == "sm_90")
     assert constants(plan.attention)["BLOCK_N"] == (128 if target == "sm_90" else 32)
+
+
+#: Constants of a launch that may differ between calls whose results have the same bits.
+FREE = {"DECODE", "PDL", "EARLY", "PREFETCH"}
+
+
+@pytest.mark.parametrize("group", [1, 4, 16, 64])
+@pytest.mark.parametrize("target", DEVICES)
+def test_batch_deterministic_kernels_do_not_depend_on_the_batch(target, group):
+    """The same kernels from one row to long chunks, for any bounds; nothing is fused."""
+    calls = [
+        {"num_seqs": 1, "seq_len": 1}, {"num_seqs": 1, "seq_len": 100_000}, {"num_seqs": 300},
+        {"num_seqs": 3, "query_len": 4}, {"num_seqs": 1, "query_len": 500, "seq_len": 2000},
+    ]  # fmt: skip
+    for preset in ("4bit", "4bit_hq", "k8v4"):
+        plans = [attention_plan(preset, target, group=group, overrides=BATCH, **c) for c in calls]
+        kinds = {
+            tuple(
+                (
+                    launch.kernel, launch.num_warps, launch.num_stages, launch.fp_fusion,
+                    tuple(item for item in launch.constexprs if item[0] not in FREE),
+                )
+                for launch in plan.launches
+            )
+            for plan in plans
+        }  # fmt: skip
+        assert len(kinds) == 1
+        assert not any(launch.fp_fusion for launch in plans[0].launches)
+        assert [plan.num_splits for plan in plans] == [1, 98, 8, 8, 2]
+        assert all(plan.merge is not None and plan.short is None for plan in plans)
+    assert all(launch.fp_fusion for launch in attention_plan("4bit", target).launches)
+
+
+def test_batch_deterministic_calls_that_need_too_much_memory_are_refused():
+    attention_plan("4bit", num_seqs=64, seq_len=131072, overrides=BATCH)
+    with pytest.raises(ValueError, match="partial sums of 4096 query rows over 131072 tokens"):
+        attention_plan("4bit", num_seqs=1, query_len=4096, seq_len=131072, overrides=BATCH)
+
+
+def test_batch_deterministic_splits_are_not_equal_parts():
+    with pytest.raises(ValueError, match="num_kv_splits cuts sequences into equal parts"):
+        attention_plan("4bit", overrides=BATCH, features={"num_kv_splits": 4})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import tq_torch
+from tests.batch import PLAN, SHORT, check_batch_invariance, invariance_cases
 from tests.cases import AttentionCase, assert_close
 from tests.gpu.cases import ATTENTION, LONG, PRESETS, STORE
 from tests.torch.helpers import (
@@ -108,6 +110,38 @@ def test_forced_splits(splits):
         FLAGSHIP, 128, batch=((1, 1500), (1, 0), (4, 700)), dtype="float16", sinks=True
     )
     check_attention(case, "triton", "cuda", num_kv_splits=splits)
+
+
+@pytest.mark.parametrize("case", ATTENTION[::3], ids=str)
+def test_batch_deterministic(case):
+    for split_tokens in (64, 1024):
+        check_attention(case, "triton", "cuda", plan={**PLAN, "split_tokens": split_tokens})
+
+
+LONG_BATCH = ((9, 5003), (1, 40), (3, 70), (2, 0), (1, 3000), (64, 700))
+#: A window whose ends are in different tiles for different rows, and one of several splits.
+WINDOWED = [replace(c, sliding_window=2500) for c in invariance_cases(LONG_BATCH, 2)[:4]]
+
+
+@pytest.mark.parametrize("case", invariance_cases(SHORT, 2), ids=str)
+@pytest.mark.parametrize("split_tokens", [128, 1024])
+def test_a_sequence_has_the_same_bits_in_any_batch(case, split_tokens):
+    check_batch_invariance(case, "triton", "cuda", split_tokens=split_tokens)
+
+
+@pytest.mark.parametrize("case", [*invariance_cases(LONG_BATCH, 2), *WINDOWED], ids=str)
+def test_a_long_sequence_has_the_same_bits_in_any_batch(case):
+    check_batch_invariance(case, "triton", "cuda")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_every_format_has_the_same_bits_in_any_batch(preset, group):
+    case = AttentionCase(
+        QuantConfig.preset(preset), 128, 64, num_kv_heads=2, group=group, dtype="bfloat16",
+        batch=((9, 1500), (1, 40), (8, 2100), (2, 0)),
+    )  # fmt: skip
+    check_batch_invariance(case, "triton", "cuda")
 
 
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c.sliding_window is None][::5], ids=str)

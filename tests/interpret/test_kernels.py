@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import tq_torch
+from tests.batch import PLAN, SHORT, check_batch_invariance, invariance_cases
 from tests.cases import ATTENTION_CASES, STORE_CASES, AttentionCase, config_id, make_store_inputs
 from tests.torch.helpers import (
     attention_tensors,
@@ -77,6 +78,17 @@ def test_splits_agree(case):
 @pytest.mark.parametrize("plan", [{"block_t": 16}, {"block_t": 128, "block_n": 16}], ids=str)
 def test_other_plans(case, plan):
     check_attention(case, "interpret", plan=plan)
+
+
+@pytest.mark.parametrize("case", ATTENTION[::4], ids=str)
+@pytest.mark.parametrize("split_tokens", [64, 1024])
+def test_batch_deterministic(case, split_tokens):
+    check_attention(case, "interpret", plan={**PLAN, "split_tokens": split_tokens})
+
+
+@pytest.mark.parametrize("case", invariance_cases(SHORT, 1), ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch(case):
+    check_batch_invariance(case, "interpret", few=True, split_tokens=128)
 
 
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c.sliding_window is None][::6], ids=str)
