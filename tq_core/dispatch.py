@@ -25,6 +25,9 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _EARLY_PROGRAMS = 4
 #: Programs of a store, so many that each multiprocessor has several.
 _STORE_PROGRAMS = 1024
+#: Most sequences whose shares a program computes from their lengths, and the least tiles of the
+#: longest one from which on that is worth it.
+_SHARED_SEQS, _SHARED_TILES = 1024, 64
 #: Where results must not depend on the batch: tokens of a KV split, scratch at most, and splits
 #: and coordinates of a program of `merge`.
 SPLIT_TOKENS = 1024
@@ -500,6 +503,7 @@ _LIMITS = {
     "num_warps": (1, 16),
     "num_stages": (1, 8),
     "num_splits": (1, MAX_KV_SPLITS),
+    "parts": (1, 2**16),
     "split_tokens": (16, 2**20),
     "asm": (0, 1),
     "early": (0, 1),
@@ -788,10 +792,22 @@ def plan_attention(
         )
 
     coded = traits.has_value_matrix
-    partial = splits > 1 or batch
+    parts, block_b = 0, 0
+    if decode and not batch:
+        parts = _shared_parts(call, dim, splits, tile.block_t, over, overrides or {})
+    if parts:
+        block_b = next(n for n in (64, 256, _SHARED_SEQS) if n >= call.num_seqs)
+        num_blocks = (parts + call.num_seqs) * -(-group // tile.block_n)
+    elif "parts" in over:
+        raise ValueError(
+            f"plan: parts is for a decode of 1 to {_SHARED_SEQS} sequences, without a number of "
+            "splits of each or deterministic='batch'"
+        )
+    partial = splits > 1 or batch or parts > 0
     pdl = device.kind == "cuda" and device.capability >= 90
     # Where few programs wait, they leave those before them the room they need.
-    few_programs = num_blocks * heads * splits <= _EARLY_PROGRAMS * device.num_sms
+    attention_grid = num_blocks * heads * (1 if parts else splits)
+    few_programs = attention_grid <= _EARLY_PROGRAMS * device.num_sms
     early = pdl and not mixed and bool(over.get("early", partial and few_programs))
     coded_strides = (call.num_query_heads * dim, dim, 1)
     final_strides = coded_strides if coded else out_strides
@@ -804,8 +820,11 @@ def plan_attention(
     final = Buffer("coded", (rows, dim), "float32") if coded else out
     result, state = final, lse
     if partial:
-        result = Buffer("partial", (rows, splits, dim), "float32")
-        state = Buffer("state", (rows, splits, 2), "float32")
+        shape = (rows, splits)
+        if parts:
+            shape = (parts + call.num_seqs, call.num_query_heads)
+        result = Buffer("partial", (*shape, dim), "float32")
+        state = Buffer("state", (*shape, 2), "float32")
     # An array that a kernel has no use for is one that is there anyway.
     sinks, slopes = (
         "sinks" if has_sinks else "row_terms",
@@ -837,6 +856,7 @@ def plan_attention(
         "BLOCK_N": tile.block_n,
         "WIDE": tile.block_n >= _WIDE,
         "SPLIT_TILES": split_tiles,
+        "BLOCK_B": block_b,
         "PREFETCH": early and _is_prefetched(page, layout, tile.block_t, cache_align),
         **page,
         **reader,
@@ -893,14 +913,14 @@ def plan_attention(
     )
     attention = Launch(
         "attention",
-        num_blocks * heads * splits,
+        attention_grid,
         inputs=(
             "rotated", "row_terms", "cache", "block_table", "seq_lens",
             "seq_lens" if decode else "query_start_loc",
             "key_grid" if integer else "key_table", "value_table", "phase", "value_shift",
             sinks, slopes,
         ),
-        integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride, splits),
+        integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride, parts or splits),
         outputs=(result, state),
         constexprs=_items(**constexprs),
         num_warps=tile.warps,
@@ -914,11 +934,16 @@ def plan_attention(
         merge_d = min(block_d, 128, 2048 // block_s)
         if batch:
             block_s, merge_d = _BATCH_MERGE[0], min(block_d, _BATCH_MERGE[1])
+        shared = parts > 0 and not constexprs["ONE_BLOCK"]
+        if shared:
+            # Twice as many as sequences have on average; longer ones take several turns.
+            block_s = min(max(16, _pow2(2 * parts // call.num_seqs)), 128)
+            merge_d = min(block_d, 128, 2048 // block_s)
         return Launch(
             "merge",
             rows * -(-dim // merge_d),
             inputs=inputs,
-            integers=(splits,),
+            integers=(parts if shared else splits, call.num_seqs),
             outputs=(final, lse),
             constexprs=_items(
                 **constexprs,
@@ -929,6 +954,9 @@ def plan_attention(
                 OUT_STRIDE_N=final_strides[0],
                 OUT_STRIDE_H=final_strides[1],
                 OUT_STRIDE_D=final_strides[2],
+                WINDOW=(call.sliding_window or 0) if shared else 0,
+                BLOCK_B=block_b if shared else 0,
+                BLOCK_T=tile.block_t if shared else 0,
                 BLOCK_S=block_s,
                 BLOCK_D=merge_d,
                 SPARSE=batch,
@@ -941,8 +969,7 @@ def plan_attention(
 
     merge = short = short_merge = output = None
     if partial:
-        unused = ("row_terms", "row_terms", "row_terms")
-        inputs = ("partial", "state", sinks, *unused)
+        inputs = ("partial", "state", sinks, "row_terms", "seq_lens", "row_terms", "row_terms")
         merge = merge_of(rows, splits, inputs, ONE_BLOCK=False, BLOCK_N=1)
     if mixed:
         block_n = short_tile.block_n
@@ -972,7 +999,9 @@ def plan_attention(
             num_warps=short_tile.warps,
             num_stages=short_tile.stages,
         )  # fmt: skip
-        inputs = ("short_partial", "short_state", sinks, "query_start_loc", final.name, "lse")
+        inputs = (
+            "short_partial", "short_state", sinks, "query_start_loc", "seq_lens", final.name, "lse",
+        )  # fmt: skip
         short_merge = merge_of(part_shape[0], short_splits, inputs, ONE_BLOCK=True, BLOCK_N=block_n)
     if coded:
         output = Launch(
@@ -997,6 +1026,30 @@ def plan_attention(
         )
     plan = AttentionPlan(query, attention, merge, short, short_merge, output, splits)
     return _without_fusion(plan) if batch else plan
+
+
+def _shared_parts(
+    call: AttentionCall,
+    dim: int,
+    splits: int,
+    block_t: int,
+    over: Mapping[str, int],
+    given: Mapping[str, int | str],
+) -> int:
+    """Parts that the sequences of a decode share by their lengths; 0: equal parts of each.
+
+    As many as ``splits`` of each would be, so that sequences of one length have these.
+    """
+    equal = "num_splits" in given or call.num_kv_splits is not None
+    if equal or not 1 <= call.num_seqs <= _SHARED_SEQS:
+        return 0
+    if "parts" in over:
+        return over["parts"]
+    if call.num_seqs < 2 or call.max_seq_len < _SHARED_TILES * block_t:
+        return 0
+    parts = call.num_seqs * splits
+    size = 4 * dim * call.num_query_heads * (parts + call.num_seqs)
+    return parts if size <= MAX_SCRATCH_BYTES else 0
 
 
 def _split_tiles(call: AttentionCall, over: Mapping[str, int], block_t: int) -> int:

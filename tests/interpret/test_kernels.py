@@ -19,6 +19,7 @@ from tests.cases import ATTENTION_CASES, STORE_CASES, AttentionCase, config_id, 
 from tests.torch.helpers import (
     attention_tensors,
     check_attention,
+    check_decode,
     check_dequantize,
     check_empty_out,
     check_store,
@@ -78,6 +79,26 @@ def test_splits_agree(case):
 @pytest.mark.parametrize("plan", [{"block_t": 16}, {"block_t": 128, "block_n": 16}], ids=str)
 def test_other_plans(case, plan):
     check_attention(case, "interpret", plan=plan)
+
+
+#: Lengths that share few or many parts, the longest one more than `merge` loads at once.
+UNEVEN = ((1, 1), (1, 1200), (1, 0), (1, 64), (1, 65), (1, 300))
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION if c.is_decode][::3], ids=str)
+@pytest.mark.parametrize("parts", [1, 6, 100])
+def test_parts_in_shares_of_the_lengths(case, parts):
+    check_decode(case, "interpret", plan={"parts": parts, "block_t": 16})
+
+
+@pytest.mark.parametrize("features", [
+    {}, {"sliding_window": 100, "sinks": True}, {"config": QuantConfig.preset("4bit_hq")},
+    {"group": 9, "causal": False},
+], ids=str)  # fmt: skip
+def test_parts_of_uneven_lengths(features):
+    case = AttentionCase(head_dim=64, num_kv_heads=1, group=2, batch=UNEVEN, dtype="float16")
+    plan = {"parts": 30, "block_t": 32, "block_n": 4}
+    check_decode(replace(case, **features), "interpret", plan=plan)
 
 
 @pytest.mark.parametrize("case", ATTENTION[::4], ids=str)

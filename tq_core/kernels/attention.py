@@ -34,6 +34,7 @@ from tq_core.kernels.codes import (
     typed_ptr,
 )
 from tq_core.kernels.order import let_next_start, prefetch, wait_for_previous
+from tq_core.kernels.shares import pick, shares
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -485,7 +486,7 @@ def attention(
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """One (block of query rows, KV head, KV split).
 
@@ -500,6 +501,9 @@ def attention(
     ``[B, Hk, BLOCK_N, num_splits, ...]``.
     ``SPLIT_TILES``: split s has as many tiles from tile ``s * SPLIT_TILES`` of its sequence on, and
     a row's tiles come in their order, whatever other rows its block has; 0: splits are equal parts.
+    ``BLOCK_B``: at least B, with ``DECODE``: ``num_splits`` is the number of parts that all
+    sequences together are cut into, in shares of their lengths (`shares`), and partial sums are
+    ``[parts, Hq, ...]``; 0: each sequence has ``num_splits``.
     """
     let_next_start(EARLY)
     pid = tl.program_id(0)
@@ -507,11 +511,26 @@ def attention(
     rest = pid // num_blocks
     head = rest % NUM_KV_HEADS
     split = rest // NUM_KV_HEADS
+    if BLOCK_B > 0:
+        # Parts that are not there come last.
+        head = pid % NUM_KV_HEADS
+        block = pid // NUM_KV_HEADS
     offs_n = tl.arange(0, BLOCK_N)
 
     if DECODE:
         BLOCKS: tl.constexpr = (GROUP + BLOCK_N - 1) // BLOCK_N
         seq = block // BLOCKS
+        if BLOCK_B > 0:
+            unit = seq
+            seq_len_b, parts_b, end_b = shares(
+                seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T
+            )
+            seq = tl.sum((end_b <= unit).to(tl.int32), 0)
+            if seq >= num_seqs:
+                wait_for_previous(PDL)
+                return
+            num_splits = pick(parts_b, seq)
+            split = unit - pick(end_b, seq) + num_splits
         first_row = seq
         num_rows: tl.constexpr = 1
         first_column = (block % BLOCKS) * BLOCK_N
@@ -550,12 +569,16 @@ def attention(
     part = flat * num_splits + split
     if ONE_BLOCK:
         part = ((seq * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N + offs_n) * num_splits + split
+    if BLOCK_B > 0:
+        part = unit.to(tl.int64) * NUM_QUERY_HEADS + query_head
     if SHORT > 0:
         if (seq < num_seqs) & (num_rows * GROUP <= SHORT):
             if PARTIAL:
                 tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
             return
-    if DECODE:
+    if BLOCK_B > 0:
+        seq_len = pick(seq_len_b, seq)
+    elif DECODE:
         seq_len = tl.load(seq_lens_ptr + seq)
     else:
         seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
@@ -770,14 +793,16 @@ def attention(
             tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "num_seqs"])
 def merge(
-    part_ptr, state_ptr, sinks_ptr, query_start_loc_ptr, previous_out_ptr, previous_lse_ptr,
-    num_splits,
+    part_ptr, state_ptr, sinks_ptr, query_start_loc_ptr, seq_lens_ptr, previous_out_ptr,
+    previous_lse_ptr,
+    num_splits, num_seqs,
     out_ptr, lse_ptr,
     ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SPARSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of one row from the partial sums of its splits; the sink is counted here.
@@ -785,6 +810,8 @@ def merge(
     A program is one warp and has ``BLOCK_D`` coordinates; ``BLOCK_S`` splits are loaded at once.
     ``ONE_BLOCK``: of the rows of `attention` with that flag; the others stay as they are, in
     ``previous_out_ptr`` and ``previous_lse_ptr``, which are the outputs.
+    ``BLOCK_B``: of one row a sequence, whose splits are as many as `attention` with that constant
+    found.
     ``SPARSE``: most splits may have seen nothing: their sums are not read.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
@@ -806,8 +833,16 @@ def merge(
     head = row % NUM_QUERY_HEADS
     offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
-    state_ptr = state_ptr + part_row * num_splits * 2
-    part_ptr = part_ptr + part_row * num_splits * HEAD_DIM
+    stride = 1
+    first_part = part_row * num_splits
+    if BLOCK_B > 0:
+        stride = NUM_QUERY_HEADS
+        seq = (row // NUM_QUERY_HEADS).to(tl.int32)
+        _, parts_b, end_b = shares(seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T)
+        num_splits = pick(parts_b, seq)
+        first_part = (pick(end_b, seq) - num_splits).to(tl.int64) * NUM_QUERY_HEADS + head
+    state_ptr = state_ptr + first_part * 2
+    part_ptr = part_ptr + first_part * HEAD_DIM
     top = NEVER
     nothing = float("-inf")
     if HAS_SINKS:
@@ -820,15 +855,16 @@ def merge(
     for first in range(0, num_splits, BLOCK_S):
         offs_s = first + tl.arange(0, BLOCK_S)
         mask_s = offs_s < num_splits
-        l = tl.load(state_ptr + offs_s * 2 + 1, mask=mask_s, other=0.0)
+        at_s = offs_s * stride
+        l = tl.load(state_ptr + at_s * 2 + 1, mask=mask_s, other=0.0)
         if SPARSE:
             mask_s = l != 0
         part = tl.load(
-            part_ptr + offs_s[:, None] * HEAD_DIM + offs_d[None, :],
+            part_ptr + at_s[:, None] * HEAD_DIM + offs_d[None, :],
             mask=mask_s[:, None] & mask_d[None, :],
             other=0.0,
         )
-        m = tl.load(state_ptr + offs_s * 2, mask=mask_s, other=NEVER)
+        m = tl.load(state_ptr + at_s * 2, mask=mask_s, other=NEVER)
         # What a split that saw nothing left in its place is not a number to count on.
         live = l != 0
         m = tl.where(live, m, NEVER)
