@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import chunk, cpu, decode, frameworks, launch, model, report, store, tune
+from bench import chunk, cpu, decode, frameworks, launch, model, ragged, report, store, tune
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for module in (cpu, decode, chunk, store, launch, frameworks, model, tune, report):
+    for module in (cpu, decode, ragged, chunk, store, launch, frameworks, model, tune, report):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(
             name,

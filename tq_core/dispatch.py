@@ -807,7 +807,8 @@ def plan_attention(
     pdl = device.kind == "cuda" and device.capability >= 90
     # Where few programs wait, they leave those before them the room they need.
     attention_grid = num_blocks * heads * (1 if parts else splits)
-    few_programs = attention_grid <= _EARLY_PROGRAMS * device.num_sms
+    idle = call.num_seqs * heads if parts else 0
+    few_programs = attention_grid - idle <= _EARLY_PROGRAMS * device.num_sms
     early = pdl and not mixed and bool(over.get("early", partial and few_programs))
     coded_strides = (call.num_query_heads * dim, dim, 1)
     final_strides = coded_strides if coded else out_strides

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.cases import ATTENTION_CASES
@@ -39,18 +41,73 @@ def test_splits(num_seqs, seq_len):
     assert plan.num_splits in SPLITS
     tiles = -(-seq_len // 64)
     assert plan.num_splits <= tiles
-    assert plan.attention.integers[-1] == plan.num_splits
     rows = num_seqs * 32
-    if plan.num_splits == 1:
-        assert plan.merge is None
+    if constants(plan.attention)["BLOCK_B"]:
+        # Room for as many parts as equal sequences have, and one more of each.
+        assert seq_len >= 4096
+        assert num_seqs > 1
+        parts = num_seqs * plan.num_splits
+        shape = (parts + num_seqs, 32)
+        assert plan.attention.grid == 8 * (parts + num_seqs)
+        assert plan.merge.integers == (parts, num_seqs)
     else:
-        assert [o.shape for o in plan.attention.outputs] == [
-            (rows, plan.num_splits, 128),
-            (rows, plan.num_splits, 2),
-        ]
-        assert 4 * rows * plan.num_splits * 128 <= MAX_SCRATCH_BYTES
-        assert plan.merge.integers == (plan.num_splits,)
+        assert num_seqs == 1 or seq_len < 4096
+        parts, shape = plan.num_splits, (rows, plan.num_splits)
+        assert plan.attention.grid == 8 * num_seqs * plan.num_splits
+        assert (plan.merge is None) == (plan.num_splits == 1)
+    assert plan.attention.integers[-1] == parts
+    if plan.merge is not None:
+        assert [o.shape for o in plan.attention.outputs] == [(*shape, 128), (*shape, 2)]
+        assert 4 * 128 * math.prod(shape) <= MAX_SCRATCH_BYTES
         assert constants(plan.merge)["BLOCK_S"] >= plan.num_splits
+
+
+def shares(tiles, parts):
+    """The parts of each sequence, and tiles of the longest part, as the kernels compute them."""
+    size = max(-(-sum(tiles) // parts), 1)
+    counts = [-(-n // size) for n in tiles]
+    longest = max((-(-n // c) for n, c in zip(tiles, counts, strict=True) if n), default=0)
+    return counts, longest
+
+
+@pytest.mark.parametrize("num_seqs, seq_len", [(2, 4096), (8, 8192), (64, 8192), (200, 8193)])
+def test_equal_sequences_have_the_splits_that_fill_waves(num_seqs, seq_len):
+    plan = attention_plan("4bit", num_seqs=num_seqs, seq_len=seq_len)
+    tiles = -(-seq_len // constants(plan.attention)["BLOCK_T"])
+    parts = plan.attention.integers[-1]
+    counts, longest = shares([tiles] * num_seqs, parts)
+    equal = -(-tiles // plan.num_splits)
+    assert longest == equal
+    assert set(counts) == {-(-tiles // equal)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_of_uneven_sequences(seed):
+    """No part is longer than all tiles over the parts, and there is room for all of them."""
+    rng = np.random.default_rng(seed)
+    lens = np.exp(rng.uniform(np.log(16), np.log(131072), 64)).astype(int)
+    plan = attention_plan("4bit", num_seqs=64, seq_len=131072)
+    parts = plan.attention.integers[-1]
+    tiles = [-(-int(n) // 64) for n in lens]
+    counts, longest = shares(tiles, parts)
+    assert sum(counts) <= plan.attention.outputs[0].shape[0]
+    assert longest <= -(-sum(tiles) // parts)
+
+
+def test_splits_that_are_asked_for_are_equal_parts():
+    for what in ({"overrides": {"num_splits": 3}}, {"features": {"num_kv_splits": 3}}):
+        plan = attention_plan("4bit", num_seqs=64, seq_len=131072, **what)
+        assert constants(plan.attention)["BLOCK_B"] == 0
+        assert plan.attention.integers[-1] == 3
+    assert attention_plan("4bit", overrides={"parts": 70}).attention.integers[-1] == 70
+    for what in (
+        {"overrides": {"num_splits": 3, "parts": 70}},
+        {"overrides": {"parts": 70}, "features": {"num_kv_splits": 3}},
+        {"overrides": {"parts": 70}, "query_len": 2},
+        {"overrides": {"parts": 70, "deterministic": "batch"}},
+    ):
+        with pytest.raises(ValueError, match="parts is for a decode of 1 to 1024 sequences"):
+            attention_plan("4bit", num_seqs=64, **what)
 
 
 def test_few_long_sequences_are_split_further_than_many_short_ones():

@@ -142,7 +142,7 @@ def _layouts_of_sums(launch):
     loops = [part.split("scf.yield")[0] for part in text.split("scf.for")[1:]]
     found = []
     for loop in loops:
-        types = re.findall(r"\) : \((tensor<[^)]*)\) -> [^l]*loc", loop.replace("\n", " "))
+        types = re.findall(r"\}\) : \((tensor<[^)]*)\) ->", loop)
         found.append([re.sub(r"#\w+", lambda m: names.get(m[0], m[0]), t) for t in types])
     return found
 
