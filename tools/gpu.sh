@@ -25,7 +25,7 @@ run() {
     sanitize) tools/sanitize.sh ;;
     decode) bench decode --grid --check --jobs "$jobs" ;;
     chunk) bench chunk --jobs "$jobs" ;;
-    store | launch | model | frameworks) bench "$1" ;;
+    store | ragged | launch | model | frameworks) bench "$1" ;;
     *) echo "tools/gpu.sh: no step $1" >&2 && return 2 ;;
     esac
 }
