@@ -793,15 +793,18 @@ def plan_attention(
 
     coded = traits.has_value_matrix
     parts, block_b = 0, 0
-    if decode and not batch:
-        parts = _shared_parts(call, dim, splits, tile.block_t, over, overrides or {})
+    # Partial sums of a part: of all heads of a row, or of all blocks of a sequence's rows.
+    part_rows = call.num_query_heads if decode else heads * tile.block_n
+    if not batch and not mixed and (decode or columns <= tile.block_n):
+        parts = _shared_parts(call, dim, splits, tile.block_t, part_rows, over, overrides or {})
     if parts:
         block_b = next(n for n in (64, 256, _SHARED_SEQS) if n >= call.num_seqs)
-        num_blocks = (parts + call.num_seqs) * -(-group // tile.block_n)
+        blocks = -(-group // tile.block_n) if decode else 1
+        num_blocks = (parts + call.num_seqs) * blocks
     elif "parts" in over:
         raise ValueError(
-            f"plan: parts is for a decode of 1 to {_SHARED_SEQS} sequences, without a number of "
-            "splits of each or deterministic='batch'"
+            f"plan: parts is for 1 to {_SHARED_SEQS} sequences of a block of rows each, without a "
+            "number of splits of each or deterministic='batch'"
         )
     partial = splits > 1 or batch or parts > 0
     pdl = device.kind == "cuda" and device.capability >= 90
@@ -823,7 +826,7 @@ def plan_attention(
     if partial:
         shape = (rows, splits)
         if parts:
-            shape = (parts + call.num_seqs, call.num_query_heads)
+            shape = (parts + call.num_seqs, part_rows)
         result = Buffer("partial", (*shape, dim), "float32")
         state = Buffer("state", (*shape, 2), "float32")
     # An array that a kernel has no use for is one that is there anyway.
@@ -948,6 +951,7 @@ def plan_attention(
             outputs=(final, lse),
             constexprs=_items(
                 **constexprs,
+                DECODE=decode and shared,
                 GROUP=group,
                 NUM_QUERY_HEADS=call.num_query_heads,
                 HEAD_DIM=dim,
@@ -970,8 +974,10 @@ def plan_attention(
 
     merge = short = short_merge = output = None
     if partial:
-        inputs = ("partial", "state", sinks, "row_terms", "seq_lens", "row_terms", "row_terms")
-        merge = merge_of(rows, splits, inputs, ONE_BLOCK=False, BLOCK_N=1)
+        starts = "query_start_loc" if parts and not decode else "row_terms"
+        inputs = ("partial", "state", sinks, starts, "seq_lens", "row_terms", "row_terms")
+        block_n = tile.block_n if parts and not decode else 1
+        merge = merge_of(rows, splits, inputs, ONE_BLOCK=False, BLOCK_N=block_n)
     if mixed:
         block_n = short_tile.block_n
         part_shape = (call.num_seqs * heads * block_n, short_splits)
@@ -1034,10 +1040,11 @@ def _shared_parts(
     dim: int,
     splits: int,
     block_t: int,
+    part_rows: int,
     over: Mapping[str, int],
     given: Mapping[str, int | str],
 ) -> int:
-    """Parts that the sequences of a decode share by their lengths; 0: equal parts of each.
+    """Parts that sequences of few rows share by their lengths; 0: equal parts of each.
 
     As many as ``splits`` of each would be, so that sequences of one length have these.
     """
@@ -1049,7 +1056,7 @@ def _shared_parts(
     if call.num_seqs < 2 or call.max_seq_len < _SHARED_TILES * block_t:
         return 0
     parts = call.num_seqs * splits
-    size = 4 * dim * call.num_query_heads * (parts + call.num_seqs)
+    size = 4 * dim * part_rows * (parts + call.num_seqs)
     return parts if size <= MAX_SCRATCH_BYTES else 0
 
 

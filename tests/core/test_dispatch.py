@@ -103,10 +103,10 @@ def test_splits_that_are_asked_for_are_equal_parts():
     for what in (
         {"overrides": {"num_splits": 3, "parts": 70}},
         {"overrides": {"parts": 70}, "features": {"num_kv_splits": 3}},
-        {"overrides": {"parts": 70}, "query_len": 2},
+        {"overrides": {"parts": 70}, "query_len": 100},
         {"overrides": {"parts": 70, "deterministic": "batch"}},
     ):
-        with pytest.raises(ValueError, match="parts is for a decode of 1 to 1024 sequences"):
+        with pytest.raises(ValueError, match="parts is for 1 to 1024 sequences of a block of rows"):
             attention_plan("4bit", num_seqs=64, **what)
 
 

@@ -101,6 +101,18 @@ def test_parts_of_uneven_lengths(features):
     check_decode(replace(case, **features), "interpret", plan=plan)
 
 
+@pytest.mark.parametrize("features", [
+    {}, {"sliding_window": 100, "sinks": True, "padding_rows": 3}, {"group": 3, "num_kv_heads": 2},
+    {"padding_rows": 2, "batch": ((0, 40), (1, 300), (0, 0), (3, 2), (1, 0), (0, 9))},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("parts", [2, 30])
+def test_parts_of_a_few_rows_each(features, parts):
+    batch = ((1, 1), (3, 700), (0, 50), (2, 0), (4, 65), (1, 300))
+    case = AttentionCase(head_dim=64, num_kv_heads=1, group=2, batch=batch, dtype="float16")
+    plan = {"parts": parts, "block_t": 32, "block_n": 16}
+    check_attention(replace(case, **features), "interpret", plan=plan, max_query_len=4)
+
+
 @pytest.mark.parametrize("case", ATTENTION[::4], ids=str)
 @pytest.mark.parametrize("split_tokens", [64, 1024])
 def test_batch_deterministic(case, split_tokens):

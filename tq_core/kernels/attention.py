@@ -501,8 +501,9 @@ def attention(
     ``[B, Hk, BLOCK_N, num_splits, ...]``.
     ``SPLIT_TILES``: split s has as many tiles from tile ``s * SPLIT_TILES`` of its sequence on, and
     a row's tiles come in their order, whatever other rows its block has; 0: splits are equal parts.
-    ``BLOCK_B``: at least B, with ``DECODE``: ``num_splits`` is the number of parts that all
-    sequences together are cut into, in shares of their lengths (`shares`), and partial sums are
+    ``BLOCK_B``: at least B, where a block has all rows of a sequence, or with ``DECODE``:
+    ``num_splits`` is the number of parts that all sequences together are cut into, in shares of
+    their lengths (`shares`), and partial sums are ``[parts, Hk, BLOCK_N, ...]``, with ``DECODE``
     ``[parts, Hq, ...]``; 0: each sequence has ``num_splits``.
     """
     let_next_start(EARLY)
@@ -511,29 +512,33 @@ def attention(
     rest = pid // num_blocks
     head = rest % NUM_KV_HEADS
     split = rest // NUM_KV_HEADS
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_N - 1) // BLOCK_N if DECODE else 1
     if BLOCK_B > 0:
         # Parts that are not there come last.
         head = pid % NUM_KV_HEADS
         block = pid // NUM_KV_HEADS
+        unit = block // BLOCKS
+        seq_len_b, parts_b, end_b = shares(
+            seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T
+        )
+        seq = tl.sum((end_b <= unit).to(tl.int32), 0)
+        if seq >= num_seqs:
+            wait_for_previous(PDL)
+            return
+        num_splits = pick(parts_b, seq)
+        split = unit - pick(end_b, seq) + num_splits
     offs_n = tl.arange(0, BLOCK_N)
 
     if DECODE:
-        BLOCKS: tl.constexpr = (GROUP + BLOCK_N - 1) // BLOCK_N
-        seq = block // BLOCKS
-        if BLOCK_B > 0:
-            unit = seq
-            seq_len_b, parts_b, end_b = shares(
-                seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T
-            )
-            seq = tl.sum((end_b <= unit).to(tl.int32), 0)
-            if seq >= num_seqs:
-                wait_for_previous(PDL)
-                return
-            num_splits = pick(parts_b, seq)
-            split = unit - pick(end_b, seq) + num_splits
+        if BLOCK_B == 0:
+            seq = block // BLOCKS
         first_row = seq
         num_rows: tl.constexpr = 1
         first_column = (block % BLOCKS) * BLOCK_N
+    elif BLOCK_B > 0:
+        first_row = tl.load(query_start_loc_ptr + seq)
+        num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
+        first_column = 0
     elif ONE_BLOCK:
         seq = block
         first_row = tl.load(query_start_loc_ptr + seq)
@@ -569,8 +574,10 @@ def attention(
     part = flat * num_splits + split
     if ONE_BLOCK:
         part = ((seq * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N + offs_n) * num_splits + split
-    if BLOCK_B > 0:
+    if BLOCK_B > 0 and DECODE:
         part = unit.to(tl.int64) * NUM_QUERY_HEADS + query_head
+    elif BLOCK_B > 0:
+        part = (unit * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N + offs_n
     if SHORT > 0:
         if (seq < num_seqs) & (num_rows * GROUP <= SHORT):
             if PARTIAL:
@@ -799,7 +806,7 @@ def merge(
     previous_lse_ptr,
     num_splits, num_seqs,
     out_ptr, lse_ptr,
-    ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    DECODE: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -810,8 +817,8 @@ def merge(
     A program is one warp and has ``BLOCK_D`` coordinates; ``BLOCK_S`` splits are loaded at once.
     ``ONE_BLOCK``: of the rows of `attention` with that flag; the others stay as they are, in
     ``previous_out_ptr`` and ``previous_lse_ptr``, which are the outputs.
-    ``BLOCK_B``: of one row a sequence, whose splits are as many as `attention` with that constant
-    found.
+    ``BLOCK_B``: of sequences whose splits are as many as `attention` with that constant found;
+    ``DECODE`` and ``BLOCK_N`` are as there.
     ``SPARSE``: most splits may have seen nothing: their sums are not read.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
@@ -836,11 +843,24 @@ def merge(
     stride = 1
     first_part = part_row * num_splits
     if BLOCK_B > 0:
-        stride = NUM_QUERY_HEADS
-        seq = (row // NUM_QUERY_HEADS).to(tl.int32)
+        token = (row // NUM_QUERY_HEADS).to(tl.int32)
+        if DECODE:
+            seq = token
+            stride = NUM_QUERY_HEADS
+            place = head
+        else:
+            # Rows past the last sequence have none, and then no splits.
+            offs_b = tl.arange(0, BLOCK_B)
+            starts_ptr = query_start_loc_ptr + offs_b
+            stop_b = tl.load(starts_ptr + 1, mask=offs_b < num_seqs, other=2**31 - 1)
+            seq = tl.sum((stop_b <= token).to(tl.int32), 0)
+            start_b = tl.load(starts_ptr, mask=offs_b < num_seqs, other=0)
+            stride = NUM_QUERY_HEADS // GROUP * BLOCK_N
+            place = head // GROUP * BLOCK_N + head % GROUP
+            place = place + (token - pick(start_b, seq)) * GROUP
         _, parts_b, end_b = shares(seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T)
         num_splits = pick(parts_b, seq)
-        first_part = (pick(end_b, seq) - num_splits).to(tl.int64) * NUM_QUERY_HEADS + head
+        first_part = (pick(end_b, seq) - num_splits).to(tl.int64) * stride + place
     state_ptr = state_ptr + first_part * 2
     part_ptr = part_ptr + first_part * HEAD_DIM
     top = NEVER
