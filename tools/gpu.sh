@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # What only a GPU can show: tests, sanitizer, benchmarks. Results and logs go to a folder.
-#   tools/gpu.sh FOLDER [step ...]     steps: tests sanitize decode chunk store launch model frameworks
+#   tools/gpu.sh FOLDER [step ...]     steps: tests sanitize decode ragged chunk store launch model frameworks
 # PYTHON names the interpreter, JOBS the processes side by side, COMMIT what is written into results.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:?usage: tools/gpu.sh FOLDER [step ...]}
 shift
 steps=("$@")
-[[ $# -gt 0 ]] || steps=(tests sanitize decode chunk store launch model frameworks)
+[[ $# -gt 0 ]] || steps=(tests sanitize decode ragged chunk store launch model frameworks)
 python=${PYTHON:-python3}
 jobs=${JOBS:-14}
 commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
