@@ -745,7 +745,8 @@ def plan_attention(
         has_sinks, has_alibi: whether these arrays are given.
         overrides: any of ``block_n`` (query columns a program), ``block_t`` (tokens a tile),
             ``num_warps``, ``num_stages``, ``num_splits``, ``asm`` (0: no inline PTX) and ``early``
-            (whether kernels let the next one start early). ``deterministic="batch"``: the bits of
+            (whether kernels let the next one start early); ``parts`` of all sequences together, in
+            shares of their lengths, where each has one block of rows. ``deterministic="batch"``: the bits of
             a row's result depend on its own sequence alone; KV splits then have ``split_tokens``
             each, and the other overrides are a part of what fixes the bits.
 

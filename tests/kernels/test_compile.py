@@ -24,7 +24,7 @@ BUDGETS = {
     "k8v4": (1.96, 164, 0, 12, (64, 0)),
     "4bit": (1.61, 181, 8, 11, (32, 16)),
     "k3v4": (1.71, 179, 0, 11, (32, 16)),
-    "3bit": (1.78, 178, 0, 11, (32, 16)),
+    "3bit": (1.78, 178, 24, 11, (32, 16)),
     "2bit": (1.28, 162, 0, 12, (32, 16)),
     "4bit_hq": (2.52, 168, 96, 11, (32, 16)),
     "3bit_hq": (2.70, 246, 0, 8, (32, 16)),
@@ -110,6 +110,8 @@ def test_budget(preset):
     assert made.stack_bytes <= stack
     assert made.programs(plan.num_warps) >= programs
     assert (made.operations["HMMA"], made.operations["IMMA"]) == matrix
+    if stack <= 24:
+        assert made.operations["LDL"] + made.operations["STL"] == 0
 
 
 @pytest.mark.parametrize("preset, most", [("4bit", 800), ("3bit", 820), ("k8v4", 695)])

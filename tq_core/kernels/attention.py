@@ -527,6 +527,7 @@ def attention(
             return
         num_splits = pick(parts_b, seq)
         split = unit - pick(end_b, seq) + num_splits
+        seq_len = pick(seq_len_b, seq)
     offs_n = tl.arange(0, BLOCK_N)
 
     if DECODE:
@@ -583,12 +584,11 @@ def attention(
             if PARTIAL:
                 tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
             return
-    if BLOCK_B > 0:
-        seq_len = pick(seq_len_b, seq)
-    elif DECODE:
-        seq_len = tl.load(seq_lens_ptr + seq)
-    else:
-        seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
+    if BLOCK_B == 0:
+        if DECODE:
+            seq_len = tl.load(seq_lens_ptr + seq)
+        else:
+            seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
     shift = seq_len - num_rows
     position = shift + row
     first_position = shift + tl.min(row, 0)
