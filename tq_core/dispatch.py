@@ -746,9 +746,10 @@ def plan_attention(
         overrides: any of ``block_n`` (query columns a program), ``block_t`` (tokens a tile),
             ``num_warps``, ``num_stages``, ``num_splits``, ``asm`` (0: no inline PTX) and ``early``
             (whether kernels let the next one start early); ``parts`` of all sequences together, in
-            shares of their lengths, where each has one block of rows. ``deterministic="batch"``: the bits of
-            a row's result depend on its own sequence alone; KV splits then have ``split_tokens``
-            each, and the other overrides are a part of what fixes the bits.
+            shares of their lengths, where each has one block of rows.
+            ``deterministic="batch"``: the bits of a row's result depend on its own sequence alone;
+            KV splits then have ``split_tokens`` each, and the other overrides are a part of what
+            fixes the bits.
 
     Raises:
         ValueError: an override that no kernel can run, or that says something else than another.
@@ -1054,7 +1055,8 @@ def _shared_parts(
         return 0
     if "parts" in over:
         return over["parts"]
-    if call.num_seqs < 2 or call.max_seq_len < _SHARED_TILES * block_t:
+    longest = min(call.max_seq_len, call.sliding_window or call.max_seq_len)
+    if call.num_seqs < 2 or longest < _SHARED_TILES * block_t:
         return 0
     parts = call.num_seqs * splits
     size = 4 * dim * part_rows * (parts + call.num_seqs)
