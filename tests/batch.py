@@ -133,7 +133,7 @@ def invariance_cases(batch: tuple[tuple[int, int], ...], num_kv_heads: int) -> l
     return [
         replace(plain, dtype="bfloat16"),
         replace(plain, config=config["3bit"], group=3, sinks=True),
-        replace(plain, config=config["k8v4"], group=2, sliding_window=130, dtype="float32"),
+        replace(plain, config=config["k8v4"], group=1, sliding_window=130, dtype="float32"),
         replace(plain, config=config["4bit_hq"], head_dim=64, page_size=64, softcap=20.0),
         replace(plain, group=8, sliding_window=40, sinks=True, alibi=True, extras=codec),
     ]
