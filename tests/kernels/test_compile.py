@@ -42,6 +42,7 @@ WIDE = {
         "num_seqs": 2,
         "features": {"sliding_window": 100, "softcap": 30.0, "sinks": True, "alibi": True},
     },
+    "a few rows each": {"query_len": 4, "features": {"sliding_window": 5000, "sinks": True}},
     "rows on the M axis": {"query_len": 2048, "num_seqs": 2, "overrides": {"block_n": 128}},
     "head_dim 72, one page a token": {"head_dim": 72, "page_size": 1, "group": 7},
     "head_dim 576": {"head_dim": 576, "group": 16, "page_size": 16},
@@ -49,7 +50,9 @@ WIDE = {
 
 
 @pytest.mark.parametrize("target", DEVICES)
-@pytest.mark.parametrize("shape", ["decode", "chunk with every feature", "rows on the M axis"])
+@pytest.mark.parametrize(
+    "shape", ["decode", "a few rows each", "chunk with every feature", "rows on the M axis"]
+)
 def test_attention_of_every_target(shape, target):
     for launch in attention_plan("4bit", target, **WIDE[shape]).launches:
         compile_launch(launch, target)
