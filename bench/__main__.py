@@ -5,13 +5,27 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import chunk, cpu, decode, frameworks, launch, mixed, model, report, store, tune
+from bench import (
+    chunk,
+    cpu,
+    decode,
+    frameworks,
+    launch,
+    mixed,
+    model,
+    ragged,
+    report,
+    store,
+    tune,
+)
+
+MODULES = (cpu, decode, ragged, chunk, store, mixed, launch, frameworks, model, tune, report)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for module in (cpu, decode, chunk, store, mixed, launch, frameworks, model, tune, report):
+    for module in MODULES:
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(
             name,

@@ -102,7 +102,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, csv: str) -> None:
     parser.add_argument("--commit", default=None, help="recorded; default: asked of git")
 
 
-def alternatives(arguments: argparse.Namespace) -> list[tuple[tuple[str, int], ...]]:
+def alternatives(arguments: argparse.Namespace) -> list[tuple[tuple[str, int | str], ...]]:
     """The overrides that are asked for, one empty one where none are."""
     splits = [(("num_splits", n),) for n in arguments.splits or []]
     return [*splits, *(arguments.plan or [])] or [()]

@@ -78,10 +78,10 @@ class Item(NamedTuple):
     page_size: int
     order: str
     query_len: int
-    overrides: tuple[tuple[str, int], ...] = ()
+    overrides: tuple[tuple[str, int | str], ...] = ()
 
     @property
-    def plan(self) -> dict[str, int] | None:
+    def plan(self) -> dict[str, int | str] | None:
         """Overrides of the launch plan."""
         return dict(self.overrides) or None
 
@@ -139,12 +139,16 @@ def order(text: str) -> str:
     return text
 
 
-def overrides(text: str) -> tuple[tuple[str, int], ...]:
-    """``"block_n=128,num_warps=8"``; what a plan cannot have is refused when it is made."""
-    if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
+def overrides(text: str) -> tuple[tuple[str, int | str], ...]:
+    """``"block_n=128,num_warps=8"``, ``"deterministic=batch"``.
+
+    What a plan cannot have is refused when it is made.
+    """
+    one = r"(\w+=\d+|deterministic=batch)"
+    if not re.fullmatch(f"{one}(,{one})*", text):
         raise argparse.ArgumentTypeError(f"expected name=number,..., got {text!r}")
     pairs = (part.split("=") for part in text.split(","))
-    return tuple((name, int(number)) for name, number in pairs)
+    return tuple((name, int(value) if value.isdecimal() else value) for name, value in pairs)
 
 
 def replays(text: str) -> int:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # What only a GPU can show: tests, sanitizer, benchmarks. Results and logs go to a folder.
-#   tools/gpu.sh FOLDER [step ...]     steps: tests sanitize decode chunk store mixed launch model frameworks
+#   tools/gpu.sh FOLDER [step ...]     steps: tests sanitize decode ragged chunk store mixed launch model frameworks
 # PYTHON names the interpreter, JOBS the processes side by side, COMMIT what is written into results.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:?usage: tools/gpu.sh FOLDER [step ...]}
 shift
 steps=("$@")
-[[ $# -gt 0 ]] || steps=(tests sanitize decode chunk store mixed launch model frameworks)
+[[ $# -gt 0 ]] || steps=(tests sanitize decode ragged chunk store mixed launch model frameworks)
 python=${PYTHON:-python3}
 jobs=${JOBS:-14}
 commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
@@ -25,7 +25,7 @@ run() {
     sanitize) tools/sanitize.sh ;;
     decode) bench decode --grid --check --jobs "$jobs" ;;
     chunk) bench chunk --jobs "$jobs" ;;
-    store | mixed | launch | model | frameworks) bench "$1" ;;
+    store | ragged | mixed | launch | model | frameworks) bench "$1" ;;
     *) echo "tools/gpu.sh: no step $1" >&2 && return 2 ;;
     esac
 }

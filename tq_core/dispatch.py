@@ -25,6 +25,14 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _EARLY_PROGRAMS = 4
 #: Programs of a store, so many that each multiprocessor has several.
 _STORE_PROGRAMS = 1024
+#: Most sequences whose shares a program computes from their lengths, and the least tiles of the
+#: longest one from which on that is worth it.
+_SHARED_SEQS, _SHARED_TILES = 1024, 64
+#: Where results must not depend on the batch: tokens of a KV split, scratch at most, and splits
+#: and coordinates of a program of `merge`.
+SPLIT_TOKENS = 1024
+MAX_BATCH_SCRATCH_BYTES = 2**30
+_BATCH_MERGE = (32, 64)
 #: Query rows of a program from which on they lie on the M axis of the dots.
 _WIDE = 64
 #: Scratch for the tokens of a call that are decoded once, and least tokens of a sequence in it.
@@ -77,6 +85,7 @@ class Launch:
         constexprs: numbers that are.
         num_warps, num_stages: as Triton has them.
         pdl: whether the kernel may start while the one before it runs; it waits by itself.
+        fp_fusion: whether the compiler may make one operation of a product and a sum.
     """
 
     kernel: str
@@ -88,6 +97,7 @@ class Launch:
     num_warps: int
     num_stages: int
     pdl: bool = False
+    fp_fusion: bool = True
 
 
 @dataclass(frozen=True)
@@ -502,13 +512,15 @@ def _reader_constexprs(
     }
 
 
-#: What a plan may be overridden with, and the least and largest value.
+#: Numbers that a plan may be overridden with, and the least and largest value.
 _LIMITS = {
     "block_n": (4, 256),
     "block_t": (16, 256),
     "num_warps": (1, 16),
     "num_stages": (1, 8),
     "num_splits": (1, MAX_KV_SPLITS),
+    "parts": (1, 2**16),
+    "split_tokens": (16, 2**20),
     "asm": (0, 1),
     "early": (0, 1),
     "unpack": (0, 1),
@@ -516,20 +528,30 @@ _LIMITS = {
 }
 
 
-def _overrides(given: Mapping[str, int] | None) -> dict[str, int]:
-    """Checked overrides of a plan."""
-    over = dict(given or {})
-    if unknown := sorted(set(over) - set(_LIMITS)):
-        raise ValueError(f"plan: expected any of {sorted(_LIMITS)}, got {unknown}")
-    for name, value in over.items():
+def _overrides(given: Mapping[str, int | str] | None) -> tuple[dict[str, int], bool]:
+    """Checked overrides of a plan, and whether results must not depend on the batch."""
+    over: dict[str, int] = {}
+    deterministic: int | str | None = None
+    known = sorted([*_LIMITS, "deterministic"])
+    if unknown := sorted(set(given or {}) - set(known)):
+        raise ValueError(f"plan: expected any of {known}, got {unknown}")
+    for name, value in (given or {}).items():
+        if name == "deterministic":
+            deterministic = value
+            continue
         low, high = _LIMITS[name]
         power = name in ("block_n", "block_t", "num_warps")
-        if not low <= value <= high or (power and value != _pow2(value)):
+        if isinstance(value, str) or not low <= value <= high or (power and value != _pow2(value)):
             what = "a power of two" if power else "a number"
             raise ValueError(
-                f"plan: expected {name} to be {what} from {low} to {high}, got {value}"
+                f"plan: expected {name} to be {what} from {low} to {high}, got {value!r}"
             )
-    return over
+        over[name] = value
+    if deterministic not in (None, "batch"):
+        raise ValueError(f"plan: expected deterministic to be 'batch', got {deterministic!r}")
+    if deterministic is None and "split_tokens" in over:
+        raise ValueError("plan: split_tokens is for deterministic='batch' alone")
+    return over, deterministic is not None
 
 
 def _shared(reader: Mapping[str, Any], block_n: int, block_t: int, stages: int) -> int:
@@ -715,7 +737,7 @@ class _Pieces(NamedTuple):
     """How a call decodes its tokens once: tokens of a piece, and number of pieces at most."""
 
     tokens: int
-    count: int
+    number: int
 
 
 def _pieces(
@@ -765,7 +787,7 @@ def plan_attention(
     cache_align: int,
     has_sinks: bool,
     has_alibi: bool,
-    overrides: Mapping[str, int] | None = None,
+    overrides: Mapping[str, int | str] | None = None,
 ) -> AttentionPlan:
     """Plans an attention call.
 
@@ -782,21 +804,29 @@ def plan_attention(
         overrides: any of ``block_n`` (query columns a program), ``block_t`` (tokens a tile),
             ``num_warps``, ``num_stages``, ``num_splits``, ``asm`` (0: no inline PTX), ``early``
             (whether kernels let the next one start early), ``unpack`` (whether tokens are decoded
-            once, to a scratch, before they are attended) and ``piece_tokens`` (of that scratch).
+            once, to a scratch, before they are attended) and ``piece_tokens`` (of that scratch);
+            ``parts`` of all sequences together, in shares of their lengths, where each has one
+            block of rows.
+            ``deterministic="batch"``: the bits of a row's result depend on its own sequence alone;
+            KV splits then have ``split_tokens`` each, and the other overrides are a part of what
+            fixes the bits.
 
     Raises:
-        ValueError: an override that no kernel can run.
+        ValueError: an override that no kernel can run, or that says something else than another.
     """
-    over = _overrides(overrides)
-    if decode and not over:
+    over, batch = _overrides(overrides)
+    if decode and not over and not batch:
         over = _measured(call, layout, traits, device)
     page = _page_constexprs(layout, page_stride)
     asm = device.kind == "cuda" and bool(over.get("asm", True))
     reader = _reader_constexprs(layout, page, traits, cache_align, wide=True, asm=asm)
     dim, heads, group = layout.head_dim, layout.num_kv_heads, call.group
     columns = (1 if decode else max(call.max_query_len, 1)) * group
+    if batch:
+        # What a tile is follows from the head and the device alone.
+        columns = group
     tile = _tile(columns, reader, dim, device, over)
-    short_columns = 0 if decode or "block_n" in over else _short_columns(call)
+    short_columns = 0 if decode or batch or "block_n" in over else _short_columns(call)
     short_tile = _tile(short_columns, reader, dim, device, over) if short_columns else tile
     mixed = short_tile.block_n < tile.block_n
 
@@ -810,7 +840,12 @@ def plan_attention(
     if mixed:
         live_blocks = min(num_blocks, -(-call.num_tokens * group // tile.block_n))
     rows = call.num_tokens * call.num_query_heads
-    splits = _num_splits(call, layout, device, tile, over, live_blocks * heads, rows)
+    split_tiles = 0
+    if batch:
+        split_tiles = _split_tiles(call, over, tile.block_t)
+        splits = _batch_splits(call, dim, split_tiles * tile.block_t, rows)
+    else:
+        splits = _num_splits(call, layout, device, tile, over, live_blocks * heads, rows)
     short_splits = 1
     if mixed:
         short_rows = call.num_seqs * heads * short_tile.block_n
@@ -819,10 +854,26 @@ def plan_attention(
         )
 
     coded = traits.has_value_matrix
-    partial = splits > 1
+    parts, block_b = 0, 0
+    # Partial sums of a part: of all heads of a row, or of all blocks of a sequence's rows.
+    part_rows = call.num_query_heads if decode else heads * tile.block_n
+    if not batch and not mixed and (decode or columns <= tile.block_n):
+        parts = _shared_parts(call, dim, splits, tile.block_t, part_rows, over, overrides or {})
+    if parts:
+        block_b = next(n for n in (64, 256, _SHARED_SEQS) if n >= call.num_seqs)
+        blocks = -(-group // tile.block_n) if decode else 1
+        num_blocks = (parts + call.num_seqs) * blocks
+    elif "parts" in over:
+        raise ValueError(
+            f"plan: parts is for 1 to {_SHARED_SEQS} sequences of a block of rows each, without a "
+            "number of splits of each or deterministic='batch'"
+        )
+    partial = splits > 1 or batch or parts > 0
     pdl = device.kind == "cuda" and device.capability >= 90
     # Where few programs wait, they leave those before them the room they need.
-    few_programs = num_blocks * heads * splits <= _EARLY_PROGRAMS * device.num_sms
+    attention_grid = num_blocks * heads * (1 if parts else splits)
+    idle = call.num_seqs * heads if parts else 0
+    few_programs = attention_grid - idle <= _EARLY_PROGRAMS * device.num_sms
     early = pdl and not mixed and bool(over.get("early", partial and few_programs))
     coded_strides = (call.num_query_heads * dim, dim, 1)
     final_strides = coded_strides if coded else out_strides
@@ -835,8 +886,11 @@ def plan_attention(
     final = Buffer("coded", (rows, dim), "float32") if coded else out
     result, state = final, lse
     if partial:
-        result = Buffer("partial", (rows, splits, dim), "float32")
-        state = Buffer("state", (rows, splits, 2), "float32")
+        shape = (rows, splits)
+        if parts:
+            shape = (parts + call.num_seqs, part_rows)
+        result = Buffer("partial", (*shape, dim), "float32")
+        state = Buffer("state", (*shape, 2), "float32")
     # An array that a kernel has no use for is one that is there anyway.
     sinks, slopes = (
         "sinks" if has_sinks else "row_terms",
@@ -867,6 +921,8 @@ def plan_attention(
         "BLOCK_T": tile.block_t,
         "BLOCK_N": tile.block_n,
         "WIDE": tile.block_n >= _WIDE,
+        "SPLIT_TILES": split_tiles,
+        "BLOCK_B": block_b,
         "PREFETCH": early and _is_prefetched(page, layout, tile.block_t, cache_align),
         **page,
         **reader,
@@ -874,7 +930,7 @@ def plan_attention(
     block_d = max(16, _pow2(dim))
     row_blocks = -(-call.num_tokens * group // 16)
     # Few rows: narrow blocks, so that every multiprocessor has one.
-    few = row_blocks * heads < 4 * device.num_sms
+    few = batch or row_blocks * heads < 4 * device.num_sms
     block_o = min(block_d, 64 if few else 128)
     transform = {
         "NUM_QUERY_HEADS": call.num_query_heads,
@@ -886,7 +942,7 @@ def plan_attention(
     }
     unpacked = _unpacked_reader(layout, page, traits, cache_align)
     width = sum(unpacked[f"BLOCK_{x}"] * unpacked[f"{x}_CODES"] for x in ("KEY", "VALUE"))
-    pieces = None if decode or mixed else _pieces(call, layout, device, over, width)
+    pieces = None if decode or mixed or batch else _pieces(call, layout, device, over, width)
     if pieces:
         splits, partial, early = 1, False, False
         result, state = final, lse
@@ -929,14 +985,14 @@ def plan_attention(
     )
     attention = Launch(
         "attention",
-        num_blocks * heads * splits,
+        attention_grid,
         inputs=(
             "rotated", "row_terms", "cache", "block_table", "seq_lens",
             "seq_lens" if decode else "query_start_loc",
             "key_grid" if integer else "key_table", "value_table", "phase", "value_shift",
             sinks, slopes,
         ),
-        integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride, splits),
+        integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride, parts or splits),
         outputs=(result, state),
         constexprs=_items(**constexprs),
         num_warps=tile.warps,
@@ -954,25 +1010,33 @@ def plan_attention(
                 "HAS_ALIBI", "CAUSAL", "WINDOW",
             )
         } | {"HAS_SINKS": has_sinks}  # fmt: skip
-        *launches, attention = _unpacked_launches(
+        *before, attention = _unpacked_launches(
             call, layout, traits, device, pieces, over,
             page=page, reader=unpacked, shared=shared, table_stride=table_stride, sinks=sinks,
             slopes=slopes, final=final, lse=lse,
         )  # fmt: skip
-        launches = tuple(launches)
+        launches = tuple(before)
 
     def merge_of(rows: int, splits: int, inputs: tuple[str, ...], **constexprs: Any) -> Launch:
         # All splits of a row at once, where a warp has registers for some of their coordinates.
         block_s = min(_pow2(splits), 128)
         merge_d = min(block_d, 128, 2048 // block_s)
+        if batch:
+            block_s, merge_d = _BATCH_MERGE[0], min(block_d, _BATCH_MERGE[1])
+        shared = parts > 0 and not constexprs["ONE_BLOCK"]
+        if shared:
+            # Twice as many as sequences have on average; longer ones take several turns.
+            block_s = min(max(16, _pow2(2 * parts // call.num_seqs)), 128)
+            merge_d = min(block_d, 128, 2048 // block_s)
         return Launch(
             "merge",
             rows * -(-dim // merge_d),
             inputs=inputs,
-            integers=(splits,),
+            integers=(parts if shared else splits, call.num_seqs),
             outputs=(final, lse),
             constexprs=_items(
                 **constexprs,
+                DECODE=decode and shared,
                 GROUP=group,
                 NUM_QUERY_HEADS=call.num_query_heads,
                 HEAD_DIM=dim,
@@ -980,8 +1044,12 @@ def plan_attention(
                 OUT_STRIDE_N=final_strides[0],
                 OUT_STRIDE_H=final_strides[1],
                 OUT_STRIDE_D=final_strides[2],
+                WINDOW=(call.sliding_window or 0) if shared else 0,
+                BLOCK_B=block_b if shared else 0,
+                BLOCK_T=tile.block_t if shared else 0,
                 BLOCK_S=block_s,
                 BLOCK_D=merge_d,
+                SPARSE=batch,
                 PDL=pdl,
             ),
             num_warps=1,
@@ -991,9 +1059,10 @@ def plan_attention(
 
     merge = short = short_merge = output = None
     if partial:
-        unused = ("row_terms", "row_terms", "row_terms")
-        inputs = ("partial", "state", sinks, *unused)
-        merge = merge_of(rows, splits, inputs, ONE_BLOCK=False, BLOCK_N=1)
+        starts = "query_start_loc" if parts and not decode else "row_terms"
+        inputs = ("partial", "state", sinks, starts, "seq_lens", "row_terms", "row_terms")
+        block_n = tile.block_n if parts and not decode else 1
+        merge = merge_of(rows, splits, inputs, ONE_BLOCK=False, BLOCK_N=block_n)
     if mixed:
         block_n = short_tile.block_n
         part_shape = (call.num_seqs * heads * block_n, short_splits)
@@ -1022,7 +1091,9 @@ def plan_attention(
             num_warps=short_tile.warps,
             num_stages=short_tile.stages,
         )  # fmt: skip
-        inputs = ("short_partial", "short_state", sinks, "query_start_loc", final.name, "lse")
+        inputs = (
+            "short_partial", "short_state", sinks, "query_start_loc", "seq_lens", final.name, "lse",
+        )  # fmt: skip
         short_merge = merge_of(part_shape[0], short_splits, inputs, ONE_BLOCK=True, BLOCK_N=block_n)
     if coded:
         output = Launch(
@@ -1045,7 +1116,80 @@ def plan_attention(
             num_stages=2,
             pdl=pdl,
         )
-    return AttentionPlan(query, attention, merge, short, short_merge, output, splits, launches)
+    plan = AttentionPlan(query, attention, merge, short, short_merge, output, splits, launches)
+    return _without_fusion(plan) if batch else plan
+
+
+def _shared_parts(
+    call: AttentionCall,
+    dim: int,
+    splits: int,
+    block_t: int,
+    part_rows: int,
+    over: Mapping[str, int],
+    given: Mapping[str, int | str],
+) -> int:
+    """Parts that sequences of few rows share by their lengths; 0: equal parts of each.
+
+    As many as ``splits`` of each would be, so that sequences of one length have these.
+    """
+    equal = "num_splits" in given or call.num_kv_splits is not None
+    if equal or not 1 <= call.num_seqs <= _SHARED_SEQS:
+        return 0
+    if "parts" in over:
+        return over["parts"]
+    longest = min(call.max_seq_len, call.sliding_window or call.max_seq_len)
+    if call.num_seqs < 2 or longest < _SHARED_TILES * block_t:
+        return 0
+    parts = call.num_seqs * splits
+    size = 4 * dim * part_rows * (parts + call.num_seqs)
+    return parts if size <= MAX_SCRATCH_BYTES else 0
+
+
+def _split_tiles(call: AttentionCall, over: Mapping[str, int], block_t: int) -> int:
+    """Tiles of a KV split where results must not depend on the batch."""
+    if "num_splits" in over or call.num_kv_splits is not None:
+        name = "num_splits" if "num_splits" in over else "num_kv_splits"
+        raise ValueError(
+            f"plan: {name} cuts sequences into equal parts, which differ with their length, and "
+            "deterministic='batch' into parts of split_tokens; give one of the two"
+        )
+    tokens = over.get("split_tokens", max(SPLIT_TOKENS, block_t))
+    if tokens % block_t:
+        raise ValueError(
+            f"plan: expected split_tokens to be a multiple of the {block_t} tokens of a tile, "
+            f"got {tokens}"
+        )
+    return tokens // block_t
+
+
+def _batch_splits(call: AttentionCall, dim: int, split_tokens: int, rows: int) -> int:
+    """KV splits up to the bound of the lengths, all with room for their partial sums."""
+    splits = max(1, -(-call.max_seq_len // split_tokens))
+    size = 4 * dim * rows * splits
+    if size > MAX_BATCH_SCRATCH_BYTES:
+        raise ValueError(
+            f"plan: deterministic='batch' needs {size} bytes for the partial sums of "
+            f"{call.num_tokens} query rows over {call.max_seq_len} tokens, and may take "
+            f"{MAX_BATCH_SCRATCH_BYTES}; give fewer rows a call, which changes no bit, a smaller "
+            f"max_seq_len, or a larger split_tokens than {split_tokens}, which changes the bits"
+        )
+    return splits
+
+
+def _without_fusion(plan: AttentionPlan) -> AttentionPlan:
+    """The plan with every product rounded: which ones are fused differs from kernel to kernel."""
+
+    def unfused(launch: Launch | None) -> Launch | None:
+        return None if launch is None else replace(launch, fp_fusion=False)
+
+    return replace(
+        plan,
+        query=replace(plan.query, fp_fusion=False),
+        attention=replace(plan.attention, fp_fusion=False),
+        merge=unfused(plan.merge),
+        output=unfused(plan.output),
+    )
 
 
 def _unpacked_reader(
@@ -1092,7 +1236,7 @@ def _unpacked_launches(
     values = Buffer("unpacked_values", (*scratch, widths[1]), "float16")
     exponents = Buffer("exponents", (*scratch[:2], pieces.tokens // block_t), "float32")
     # Of rows that see tokens of several pieces.
-    kept = rows if pieces.count > 1 else 1
+    kept = rows if pieces.number > 1 else 1
     sums = Buffer("sums", (kept, widths[1]), "float32")
     state = Buffer("state", (kept, 2), "float32")
     unpack = _items(
@@ -1113,7 +1257,7 @@ def _unpacked_launches(
         "query_start_loc", "value_shift", sinks, slopes,
     )  # fmt: skip
     launches = []
-    for piece in range(pieces.count):
+    for piece in range(pieces.number):
         # Scratch is written again when what was there has been used.
         after = "state" if piece else "seq_lens"
         written = ("sums", "state", final.name, "lse") if piece else ("row_terms",) * 4

@@ -228,6 +228,30 @@ def check_options(
         )
 
 
+def check_plan(
+    plan: Mapping[str, int | str] | None, num_kv_splits: int | None = None
+) -> tuple[tuple[str, int | str], ...]:
+    """Overrides of a launch plan by name; what a plan cannot have is refused when it is made."""
+    if plan is None:
+        return ()
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"plan: expected a mapping of names to ints or None, got {plan!r}")
+    for name, value in plan.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise TypeError(f"plan: expected names of overrides, got {name!r}")
+        if name == "deterministic":
+            if value != "batch":
+                raise ValueError(f"plan: expected deterministic to be 'batch', got {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"plan: expected {name} to be an int, got {value!r}")
+    if "num_splits" in plan and num_kv_splits is not None:
+        raise ValueError(
+            f"plan: num_splits={plan['num_splits']} and num_kv_splits={num_kv_splits} say the same "
+            "thing; give one"
+        )
+    return tuple((name, plan[name]) for name in sorted(plan))
+
+
 def check_table(
     cache: ArraySpec, block_table: ArraySpec, seq_lens: ArraySpec, *, layout: CacheLayout
 ) -> tuple[int, int]:

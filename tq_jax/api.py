@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -133,6 +135,7 @@ def attention(
     max_seq_len: int | None = None,
     num_kv_splits: int | None = None,
     backend: str | None = None,
+    plan: Mapping[str, int | str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of packed queries over a quantised paged cache.
 
@@ -166,6 +169,9 @@ def attention(
         max_seq_len: upper bound of ``seq_lens``, for dispatch alone; None is the table's width.
         num_kv_splits: for backends that split a sequence; without effect on the result.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
+        plan: overrides of the launch plan, static, see ``tq_core.dispatch.plan_attention``; an
+            impossible one raises. With ``{"deterministic": "batch"}`` the bits of a row's result do
+            not depend on what else is in the call; the others are for tests and benchmarks.
 
     Returns:
         ``[N, Hq, D]`` in query's dtype; with ``return_lse`` also float32 ``[N, Hq]``, the natural
@@ -212,6 +218,7 @@ def attention(
         max_seq_len=max_seq_len,
         num_kv_splits=num_kv_splits,
         backend=backend,
+        plan=plan,
     )
 
 
@@ -234,6 +241,7 @@ def decode_attention(
     max_seq_len: int | None = None,
     num_kv_splits: int | None = None,
     backend: str | None = None,
+    plan: Mapping[str, int | str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention with one query row a sequence, at its last position.
 
@@ -258,6 +266,7 @@ def decode_attention(
         max_seq_len: as in :func:`attention`.
         num_kv_splits: as in :func:`attention`.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
+        plan: as in :func:`attention`.
 
     Returns:
         ``[B, Hq, D]`` in query's dtype; with ``return_lse`` also float32 ``[B, Hq]``, natural
@@ -300,6 +309,7 @@ def decode_attention(
         max_seq_len=max_seq_len,
         num_kv_splits=num_kv_splits,
         backend=backend,
+        plan=plan,
     )
 
 
@@ -405,6 +415,7 @@ def _attention(
     alibi_slopes: jax.Array | None,
     return_lse: bool,
     backend: str | None,
+    plan: Mapping[str, int | str] | None,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     for name, value in {**options, "return_lse": return_lse}.items():
@@ -428,8 +439,14 @@ def _attention(
         alibi_slopes=None if alibi_slopes is None else _spec("alibi_slopes", alibi_slopes),
         **options,
     )
+    overrides = validation.check_plan(plan, options["num_kv_splits"])
     _check_page(layout)
-    out, lse = _backend(backend, layout, cache).attention(
+    run = _backend(backend, layout, cache)
+    if overrides:
+        if run is native:
+            raise ValueError("plan: the native backend launches no kernels and takes no plan")
+        run = replace(run, plan=overrides)
+    out, lse = run.attention(
         query,
         cache,
         block_table,

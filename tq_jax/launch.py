@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,10 +42,12 @@ def device_of(device: jax.Device) -> Device:
 class Kernels:
     """The shared kernels on a device; its methods have the arguments of ``tq_jax.native``.
 
-    All of a call's arrays are traced; what else there is makes the trace.
+    All of a call's arrays are traced; what else there is makes the trace, overrides of the launch
+    plan of ``attention`` included.
     """
 
     device: Device
+    plan: tuple[tuple[str, int | str], ...] = ()
 
     def store(
         self,
@@ -86,7 +89,9 @@ class Kernels:
             "alibi_slopes": alibi_slopes,
         }
         given = {name: x for name, x in arrays.items() if x is not None}
-        return _attention(given, device=self.device, call=call, layout=layout, codec=codec)
+        return _attention(
+            given, device=self.device, call=call, layout=layout, codec=codec, plan=self.plan
+        )
 
     def dequantize(
         self,
@@ -135,6 +140,7 @@ def attention_plan(
     call: AttentionCall,
     layout: CacheLayout,
     codec: Codec,
+    overrides: Mapping[str, int | str] | None = None,
 ) -> dispatch.AttentionPlan:
     """The plan of an attention call with these arrays."""
     strides = _strides(arrays["query"].shape)
@@ -151,6 +157,7 @@ def attention_plan(
         cache_align=_ALIGN,
         has_sinks="sinks" in arrays,
         has_alibi="alibi_slopes" in arrays,
+        overrides=overrides,
     )
 
 
@@ -179,10 +186,10 @@ def _store(key, value, cache, slot_mapping, *, device, layout, codec):
     return _run((plan,), kernel_inputs(arrays, "tq_jax.store"), device, codec)["cache"]
 
 
-@partial(jax.jit, static_argnames=("device", "call", "layout", "codec"))
-def _attention(arrays, *, device, call, layout, codec):
-    plan = attention_plan(arrays, device, call, layout, codec)
-    arrays = _run(plan.launches, kernel_inputs(arrays, "tq_jax.attention"), device, codec)
+@partial(jax.jit, static_argnames=("device", "call", "layout", "codec", "plan"))
+def _attention(arrays, *, device, call, layout, codec, plan):
+    launches = attention_plan(arrays, device, call, layout, codec, dict(plan)).launches
+    arrays = _run(launches, kernel_inputs(arrays, "tq_jax.attention"), device, codec)
     return arrays["out"], arrays["lse"]
 
 

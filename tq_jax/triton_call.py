@@ -97,7 +97,7 @@ def _call_0_3(
         *integers,
         out_shape=[_shape(o) for o in launch.outputs],
         input_output_aliases=in_place,
-        enable_fp_fusion=True,
+        enable_fp_fusion=launch.fp_fusion,
         **options,
     )
     return {o.name: x for o, x in zip(launch.outputs, results, strict=True)}
@@ -122,7 +122,7 @@ def _call_0_4(
         *inputs,
         *integers,
         out_type=[_shape(o) for o in new],
-        backend_options={"enable_fp_fusion": True},
+        backend_options={"enable_fp_fusion": launch.fp_fusion},
         **given,
         **options,
     )

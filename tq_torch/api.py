@@ -130,7 +130,7 @@ def attention(
     num_kv_splits: int | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
-    plan: Mapping[str, int] | None = None,
+    plan: Mapping[str, int | str] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed query rows over the packed cache; for inference.
 
@@ -165,8 +165,9 @@ def attention(
         num_kv_splits: parts a sequence is cut into by kernels; ``"native"`` has no use for it.
         out: ``[N, Hq, D]`` in the query's dtype to write into, any strides. Default: a new one.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
-        plan: overrides of the launch plan for tests and benchmarks, see
-            ``tq_core.dispatch.plan_attention``; an impossible one raises.
+        plan: overrides of the launch plan, see ``tq_core.dispatch.plan_attention``; an impossible
+            one raises. With ``{"deterministic": "batch"}`` the bits of a row's result do not depend
+            on what else is in the call; the others are for tests and benchmarks.
 
     Returns:
         ``[N, Hq, D]`` in the query's dtype (``out`` if given); with ``return_lse`` also the
@@ -244,7 +245,7 @@ def decode_attention(
     num_kv_splits: int | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
-    plan: Mapping[str, int] | None = None,
+    plan: Mapping[str, int | str] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` with one query row a sequence, the last of its tokens.
 
@@ -267,8 +268,9 @@ def decode_attention(
         num_kv_splits: parts a sequence is cut into by kernels; ``"native"`` has no use for it.
         out: ``[B, Hq, D]`` in the query's dtype to write into, any strides. Default: a new one.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
-        plan: overrides of the launch plan for tests and benchmarks, see
-            ``tq_core.dispatch.plan_attention``; an impossible one raises.
+        plan: overrides of the launch plan, see ``tq_core.dispatch.plan_attention``; an impossible
+            one raises. With ``{"deterministic": "batch"}`` the bits of a row's result do not depend
+            on what else is in the call; the others are for tests and benchmarks.
 
     Returns:
         ``[B, Hq, D]`` in the query's dtype; with ``return_lse`` also the natural-log LSE, fp32
@@ -419,7 +421,7 @@ def _attention(
     return_lse: bool,
     out: Tensor | None,
     backend: str | None,
-    plan: Mapping[str, int] | None,
+    plan: Mapping[str, int | str] | None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     _check_tensors(query=query, cache=cache, block_table=block_table, seq_lens=seq_lens)
@@ -429,12 +431,8 @@ def _attention(
         raise TypeError(f"return_lse: expected a bool, got {return_lse!r}")
     check_codec(layout, codec)
     check_options(decode=query_start_loc is None, **options)
-    overrides, softcap = ops.plan_key(plan), options.pop("softcap")
-    if plan and "num_splits" in plan and options["num_kv_splits"] is not None:
-        raise ValueError(
-            f"plan: num_splits={plan['num_splits']} and "
-            f"num_kv_splits={options['num_kv_splits']} say the same thing; give one"
-        )
+    overrides = ops.plan_key(plan, options["num_kv_splits"])
+    softcap = options.pop("softcap")
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.ops.tq.attention.default(

@@ -119,7 +119,7 @@ class _Step:
             **constants,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
-            enable_fp_fusion=True,
+            enable_fp_fusion=launch.fp_fusion,
             **({"launch_pdl": True} if launch.pdl else {}),
         )
         self._constants = tuple(constants[n] for n in function.arg_names if n in constants)
@@ -231,7 +231,7 @@ def attention_plan(
     device: torch.device,
     *,
     cache_align: int,
-    overrides: Mapping[str, int] | None = None,
+    overrides: Mapping[str, int | str] | None = None,
 ) -> dispatch.AttentionPlan:
     """The plan of a checked call with ``arrays`` by name, all with strides."""
 

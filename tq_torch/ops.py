@@ -24,6 +24,7 @@ from tq_core.validation import (
     AttentionCall,
     check_attention,
     check_dequantize,
+    check_plan,
     check_store,
 )
 from tq_torch import contents, launch, native
@@ -62,29 +63,22 @@ torch.library.define(
 _layout = lru_cache(maxsize=256)(CacheLayout.from_descriptor)
 
 
-def plan_key(plan: Mapping[str, int] | None) -> str:
+def plan_key(plan: Mapping[str, int | str] | None, num_kv_splits: int | None = None) -> str:
     """Overrides of a launch plan as the operators' argument.
 
     Raises:
         TypeError: ``plan`` is not a mapping of names to ints.
+        ValueError: it cannot be had, or says what ``num_kv_splits`` says.
     """
-    if plan is None:
-        return ""
-    if not isinstance(plan, Mapping):
-        raise TypeError(f"plan: expected a mapping of names to ints or None, got {plan!r}")
-    for name, value in plan.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise TypeError(f"plan: expected names of overrides, got {name!r}")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"plan: expected {name} to be an int, got {value!r}")
-    return ",".join(f"{name}={int(plan[name])}" for name in sorted(plan))
+    return ",".join(f"{name}={value}" for name, value in check_plan(plan, num_kv_splits))
 
 
 @lru_cache(maxsize=256)
-def _plan(key: str) -> dict[str, int] | None:
+def _plan(key: str) -> dict[str, int | str] | None:
     if not key:
         return None
-    return {name: int(number) for name, number in (item.split("=") for item in key.split(","))}
+    items = (item.split("=") for item in key.split(","))
+    return {name: value if name == "deterministic" else int(value) for name, value in items}
 
 
 def attention_options(
@@ -110,14 +104,14 @@ class _Options(NamedTuple):
 
     layout: CacheLayout
     codec: str
-    plan: dict[str, int] | None
+    plan: dict[str, int | str] | None
     backend: str | None
     call: dict[str, Any]
 
 
 @lru_cache(maxsize=1024)
 def _options(text: str) -> _Options:
-    layout, codec, causal, window, softcap, splits, plan, backend = text.split("|")
+    layout, codec, causal, window, softcap, splits, plan, backend = text.split("|", 7)
     call = {
         "causal": causal == "True",
         "sliding_window": None if window == "None" else int(window),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.cases import ATTENTION_CASES
@@ -13,6 +15,7 @@ from tq_core.dispatch import MAX_SCRATCH_BYTES, SPLITS
 from tq_core.validation import ArraySpec, check_attention
 
 H200 = DEVICES["sm_90"]
+BATCH = {"deterministic": "batch"}
 
 
 def constants(launch):
@@ -38,18 +41,73 @@ def test_splits(num_seqs, seq_len):
     assert plan.num_splits in SPLITS
     tiles = -(-seq_len // 64)
     assert plan.num_splits <= tiles
-    assert plan.attention.integers[-1] == plan.num_splits
     rows = num_seqs * 32
-    if plan.num_splits == 1:
-        assert plan.merge is None
+    if constants(plan.attention)["BLOCK_B"]:
+        # Room for as many parts as equal sequences have, and one more of each.
+        assert seq_len >= 4096
+        assert num_seqs > 1
+        parts = num_seqs * plan.num_splits
+        shape = (parts + num_seqs, 32)
+        assert plan.attention.grid == 8 * (parts + num_seqs)
+        assert plan.merge.integers == (parts, num_seqs)
     else:
-        assert [o.shape for o in plan.attention.outputs] == [
-            (rows, plan.num_splits, 128),
-            (rows, plan.num_splits, 2),
-        ]
-        assert 4 * rows * plan.num_splits * 128 <= MAX_SCRATCH_BYTES
-        assert plan.merge.integers == (plan.num_splits,)
+        assert num_seqs == 1 or seq_len < 4096
+        parts, shape = plan.num_splits, (rows, plan.num_splits)
+        assert plan.attention.grid == 8 * num_seqs * plan.num_splits
+        assert (plan.merge is None) == (plan.num_splits == 1)
+    assert plan.attention.integers[-1] == parts
+    if plan.merge is not None:
+        assert [o.shape for o in plan.attention.outputs] == [(*shape, 128), (*shape, 2)]
+        assert 4 * 128 * math.prod(shape) <= MAX_SCRATCH_BYTES
         assert constants(plan.merge)["BLOCK_S"] >= plan.num_splits
+
+
+def shares(tiles, parts):
+    """The parts of each sequence, and tiles of the longest part, as the kernels compute them."""
+    size = max(-(-sum(tiles) // parts), 1)
+    counts = [-(-n // size) for n in tiles]
+    longest = max((-(-n // c) for n, c in zip(tiles, counts, strict=True) if n), default=0)
+    return counts, longest
+
+
+@pytest.mark.parametrize("num_seqs, seq_len", [(2, 4096), (8, 8192), (64, 8192), (200, 8193)])
+def test_equal_sequences_have_the_splits_that_fill_waves(num_seqs, seq_len):
+    plan = attention_plan("4bit", num_seqs=num_seqs, seq_len=seq_len)
+    tiles = -(-seq_len // constants(plan.attention)["BLOCK_T"])
+    parts = plan.attention.integers[-1]
+    counts, longest = shares([tiles] * num_seqs, parts)
+    equal = -(-tiles // plan.num_splits)
+    assert longest == equal
+    assert set(counts) == {-(-tiles // equal)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_of_uneven_sequences(seed):
+    """No part is longer than all tiles over the parts, and there is room for all of them."""
+    rng = np.random.default_rng(seed)
+    lens = np.exp(rng.uniform(np.log(16), np.log(131072), 64)).astype(int)
+    plan = attention_plan("4bit", num_seqs=64, seq_len=131072)
+    parts = plan.attention.integers[-1]
+    tiles = [-(-int(n) // 64) for n in lens]
+    counts, longest = shares(tiles, parts)
+    assert sum(counts) <= plan.attention.outputs[0].shape[0]
+    assert longest <= -(-sum(tiles) // parts)
+
+
+def test_splits_that_are_asked_for_are_equal_parts():
+    for what in ({"overrides": {"num_splits": 3}}, {"features": {"num_kv_splits": 3}}):
+        plan = attention_plan("4bit", num_seqs=64, seq_len=131072, **what)
+        assert constants(plan.attention)["BLOCK_B"] == 0
+        assert plan.attention.integers[-1] == 3
+    assert attention_plan("4bit", overrides={"parts": 70}).attention.integers[-1] == 70
+    for what in (
+        {"overrides": {"num_splits": 3, "parts": 70}},
+        {"overrides": {"parts": 70}, "features": {"num_kv_splits": 3}},
+        {"overrides": {"parts": 70}, "query_len": 100},
+        {"overrides": {"parts": 70, "deterministic": "batch"}},
+    ):
+        with pytest.raises(ValueError, match="parts is for 1 to 1024 sequences of a block of rows"):
+            attention_plan("4bit", num_seqs=64, **what)
 
 
 def test_few_long_sequences_are_split_further_than_many_short_ones():
@@ -128,6 +186,12 @@ def test_what_no_tile_fits_is_refused():
         ({"num_stages": 0}, "num_stages to be a number from 1 to 8, got 0"),
         ({"num_splits": 257}, "num_splits to be a number from 1 to 256, got 257"),
         ({"asm": 2}, "asm to be a number from 0 to 1, got 2"),
+        ({"asm": "batch"}, "asm to be a number from 0 to 1, got 'batch'"),
+        ({"deterministic": "run"}, "expected deterministic to be 'batch', got 'run'"),
+        ({"split_tokens": 256}, "split_tokens is for deterministic='batch' alone"),
+        (BATCH | {"split_tokens": 8}, "split_tokens to be a number from 16 to 1048576, got 8"),
+        (BATCH | {"split_tokens": 100}, "split_tokens to be a multiple of the 32 tokens of a tile"),
+        (BATCH | {"num_splits": 4}, "num_splits cuts sequences into equal parts"),
         ({"block_t": 256, "num_stages": 8}, "block_t=256 and num_stages=8 need about .* bytes"),
     ],
 )
@@ -213,3 +277,45 @@ def test_rows_lie_on_the_m_axis_where_that_is_faster(target):
     plan = attention_plan("4bit", target, query_len=2048, num_seqs=1)
     assert constants(plan.attention)["WIDE"] == (target == "sm_90")
     assert constants(plan.attention)["BLOCK_N"] == (128 if target == "sm_90" else 32)
+
+
+#: Constants of a launch that may differ between calls whose results have the same bits.
+FREE = {"DECODE", "PDL", "EARLY", "PREFETCH"}
+
+
+@pytest.mark.parametrize("group", [1, 4, 16, 64])
+@pytest.mark.parametrize("target", DEVICES)
+def test_batch_deterministic_kernels_do_not_depend_on_the_batch(target, group):
+    """The same kernels from one row to long chunks, for any bounds; nothing is fused."""
+    calls = [
+        {"num_seqs": 1, "seq_len": 1}, {"num_seqs": 1, "seq_len": 100_000}, {"num_seqs": 300},
+        {"num_seqs": 3, "query_len": 4}, {"num_seqs": 1, "query_len": 500, "seq_len": 2000},
+    ]  # fmt: skip
+    for preset in ("4bit", "4bit_hq", "k8v4"):
+        plans = [attention_plan(preset, target, group=group, overrides=BATCH, **c) for c in calls]
+        kinds = {
+            tuple(
+                (
+                    launch.kernel, launch.num_warps, launch.num_stages, launch.fp_fusion,
+                    tuple(item for item in launch.constexprs if item[0] not in FREE),
+                )
+                for launch in plan.launches
+            )
+            for plan in plans
+        }  # fmt: skip
+        assert len(kinds) == 1
+        assert not any(launch.fp_fusion for launch in plans[0].launches)
+        assert [plan.num_splits for plan in plans] == [1, 98, 8, 8, 2]
+        assert all(plan.merge is not None and plan.short is None for plan in plans)
+    assert all(launch.fp_fusion for launch in attention_plan("4bit", target).launches)
+
+
+def test_batch_deterministic_calls_that_need_too_much_memory_are_refused():
+    attention_plan("4bit", num_seqs=64, seq_len=131072, overrides=BATCH)
+    with pytest.raises(ValueError, match="partial sums of 4096 query rows over 131072 tokens"):
+        attention_plan("4bit", num_seqs=1, query_len=4096, seq_len=131072, overrides=BATCH)
+
+
+def test_batch_deterministic_splits_are_not_equal_parts():
+    with pytest.raises(ValueError, match="num_kv_splits cuts sequences into equal parts"):
+        attention_plan("4bit", overrides=BATCH, features={"num_kv_splits": 4})

@@ -12,12 +12,14 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import tq_torch
+from tests.batch import PLAN, SHORT, check_batch_invariance, invariance_cases
 from tests.cases import AttentionCase, assert_close
 from tests.gpu.cases import ATTENTION, LONG, PRESETS, STORE
 from tests.torch.helpers import (
     DTYPES,
     attention_tensors,
     check_attention,
+    check_decode,
     check_dequantize,
     check_store,
     on_device,
@@ -129,6 +131,65 @@ def test_forced_splits(splits):
         FLAGSHIP, 128, batch=((1, 1500), (1, 0), (4, 700)), dtype="float16", sinks=True
     )
     check_attention(case, "triton", "cuda", num_kv_splits=splits)
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION if c.is_decode], ids=str)
+@pytest.mark.parametrize("parts", [1, 40, 1000])
+def test_parts_in_shares_of_the_lengths(case, parts):
+    check_decode(case, "triton", "cuda", plan={"parts": parts})
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION if max(c.batch)[0] <= 8][::2], ids=str)
+def test_parts_of_a_few_rows_each(case):
+    case = replace(case, group=min(case.group, 4))
+    plan = {"parts": 20, "block_n": 32}
+    check_attention(case, "triton", "cuda", max_query_len=8, plan=plan)
+
+
+#: 200 and 1000 lengths are more than fit one load of 64.
+@pytest.mark.parametrize("num_seqs", [2, 64, 200, 1000])
+@pytest.mark.parametrize("features", [{}, {"sliding_window": 600, "sinks": True}], ids=str)
+def test_many_sequences_of_uneven_lengths(num_seqs, features):
+    lens = [(1, 1 + (37 * i * i) % 120 + 4500 * (i % 97 == 1)) for i in range(num_seqs)]
+    case = AttentionCase(
+        FLAGSHIP, 128, 64, num_kv_heads=1, dtype="float16", batch=tuple(lens), **features
+    )
+    first = check_decode(case, "triton", "cuda")
+    again = check_decode(case, "triton", "cuda")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    check_attention(case, "triton", "cuda", max_query_len=1)
+
+
+@pytest.mark.parametrize("case", ATTENTION[::3], ids=str)
+def test_batch_deterministic(case):
+    for split_tokens in (64, 1024):
+        check_attention(case, "triton", "cuda", plan={**PLAN, "split_tokens": split_tokens})
+
+
+LONG_BATCH = ((9, 5003), (1, 40), (3, 70), (2, 0), (1, 3000), (64, 700))
+#: A window whose ends are in different tiles for different rows, and one of several splits.
+WINDOWED = [replace(c, sliding_window=2500) for c in invariance_cases(LONG_BATCH, 2)[:4]]
+
+
+@pytest.mark.parametrize("case", invariance_cases(SHORT, 2), ids=str)
+@pytest.mark.parametrize("split_tokens", [128, 1024])
+def test_a_sequence_has_the_same_bits_in_any_batch(case, split_tokens):
+    check_batch_invariance(case, "triton", "cuda", split_tokens=split_tokens)
+
+
+@pytest.mark.parametrize("case", [*invariance_cases(LONG_BATCH, 2), *WINDOWED], ids=str)
+def test_a_long_sequence_has_the_same_bits_in_any_batch(case):
+    check_batch_invariance(case, "triton", "cuda")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_every_format_has_the_same_bits_in_any_batch(preset, group):
+    case = AttentionCase(
+        QuantConfig.preset(preset), 128, 64, num_kv_heads=2, group=group, dtype="bfloat16",
+        batch=((9, 1500), (1, 40), (8, 2100), (2, 0)),
+    )  # fmt: skip
+    check_batch_invariance(case, "triton", "cuda")
 
 
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c.sliding_window is None][::5], ids=str)
@@ -361,6 +422,29 @@ def test_a_graph_captured_at_length_1_serves_40000(preset):
         want, want_lse = step()
         assert torch.equal(out, want)
         assert torch.equal(lse, want_lse)
+
+
+@pytest.mark.parametrize("plan", [None, {"deterministic": "batch"}], ids=str)
+def test_a_graph_serves_uneven_lengths(plan):
+    layout = CacheLayout(FLAGSHIP, 2, 128, 64)
+    codec = Codec(layout.config, 128)
+    query, cache, table, lens = _decode_inputs(6, 1, 20_000, layout, codec)
+
+    def step():
+        return tq_torch.decode_attention(
+            query, cache, table, lens, layout=layout, codec=codec, plan=plan, backend="triton"
+        )
+
+    graph, out = _capture(step)
+    for new in ([20_000, 1, 16, 0, 700, 64], [5] * 6, [20_000] * 6):
+        lens.copy_(torch.tensor(new))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, step())
+        want = tq_torch.decode_attention(
+            query, cache, table, lens, layout=layout, codec=codec, num_kv_splits=1
+        )
+        assert (out.double() - want.double()).norm() <= 2e-3 * want.double().norm()
 
 
 def test_graphs_of_two_batch_sizes():

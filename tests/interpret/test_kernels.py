@@ -14,10 +14,12 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import tq_torch
+from tests.batch import PLAN, SHORT, check_batch_invariance, invariance_cases
 from tests.cases import ATTENTION_CASES, STORE_CASES, AttentionCase, config_id, make_store_inputs
 from tests.torch.helpers import (
     attention_tensors,
     check_attention,
+    check_decode,
     check_dequantize,
     check_empty_out,
     check_store,
@@ -86,6 +88,49 @@ def test_splits_agree(case):
 @pytest.mark.parametrize("plan", [{"block_t": 16}, {"block_t": 128, "block_n": 16}], ids=str)
 def test_other_plans(case, plan):
     check_attention(case, "interpret", plan=plan)
+
+
+#: Lengths that share few or many parts, the longest one more than `merge` loads at once.
+UNEVEN = ((1, 1), (1, 1200), (1, 0), (1, 64), (1, 65), (1, 300))
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION if c.is_decode][::3], ids=str)
+@pytest.mark.parametrize("parts", [1, 6, 100])
+def test_parts_in_shares_of_the_lengths(case, parts):
+    check_decode(case, "interpret", plan={"parts": parts, "block_t": 16})
+
+
+@pytest.mark.parametrize("features", [
+    {}, {"sliding_window": 100, "sinks": True}, {"config": QuantConfig.preset("4bit_hq")},
+    {"group": 9, "causal": False},
+], ids=str)  # fmt: skip
+def test_parts_of_uneven_lengths(features):
+    case = AttentionCase(head_dim=64, num_kv_heads=1, group=2, batch=UNEVEN, dtype="float16")
+    plan = {"parts": 30, "block_t": 32, "block_n": 4}
+    check_decode(replace(case, **features), "interpret", plan=plan)
+
+
+@pytest.mark.parametrize("features", [
+    {}, {"sliding_window": 100, "sinks": True, "padding_rows": 3}, {"group": 3, "num_kv_heads": 2},
+    {"padding_rows": 2, "batch": ((0, 40), (1, 300), (0, 0), (3, 2), (1, 0), (0, 9))},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("parts", [2, 30])
+def test_parts_of_a_few_rows_each(features, parts):
+    batch = ((1, 1), (3, 700), (0, 50), (2, 0), (4, 65), (1, 300))
+    case = AttentionCase(head_dim=64, num_kv_heads=1, group=2, batch=batch, dtype="float16")
+    plan = {"parts": parts, "block_t": 32, "block_n": 16}
+    check_attention(replace(case, **features), "interpret", plan=plan, max_query_len=4)
+
+
+@pytest.mark.parametrize("case", ATTENTION[::4], ids=str)
+@pytest.mark.parametrize("split_tokens", [64, 1024])
+def test_batch_deterministic(case, split_tokens):
+    check_attention(case, "interpret", plan={**PLAN, "split_tokens": split_tokens})
+
+
+@pytest.mark.parametrize("case", invariance_cases(SHORT, 1), ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch(case):
+    check_batch_invariance(case, "interpret", few=True, split_tokens=128)
 
 
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c.sliding_window is None][::6], ids=str)

@@ -61,7 +61,8 @@ def compile_launch(launch: Launch, target: str, dtype: str = "bfloat16"):
     assert {n for n, t in signature.items() if t == "constexpr"} == set(constexprs)
     attrs = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t[0] == "*"}
     options = {
-        "num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True,
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+        "enable_fp_fusion": launch.fp_fusion,
     }  # fmt: skip
     source = ASTSource(function, signature=signature, constexprs=constexprs, attrs=attrs)
     return triton.compile(source, target=TARGETS[target], options=options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("triton", reason="kernels need triton")
@@ -22,13 +24,14 @@ BUDGETS = {
     "k8v4": (1.96, 164, 0, 12, (64, 0)),
     "4bit": (1.61, 181, 8, 11, (32, 16)),
     "k3v4": (1.71, 179, 0, 11, (32, 16)),
-    "3bit": (1.78, 178, 0, 11, (32, 16)),
+    "3bit": (1.78, 178, 24, 11, (32, 16)),
     "2bit": (1.28, 162, 0, 12, (32, 16)),
     "4bit_hq": (2.52, 168, 96, 11, (32, 16)),
     "3bit_hq": (2.70, 246, 0, 8, (32, 16)),
     "2bit_hq": (2.24, 162, 0, 12, (32, 16)),
 }
 ROOM = 1.03
+BATCH = {"deterministic": "batch"}
 
 WIDE = {
     "decode": {},
@@ -39,6 +42,7 @@ WIDE = {
         "num_seqs": 2,
         "features": {"sliding_window": 100, "softcap": 30.0, "sinks": True, "alibi": True},
     },
+    "a few rows each": {"query_len": 4, "features": {"sliding_window": 5000, "sinks": True}},
     "rows on the M axis": {"query_len": 2048, "num_seqs": 2, "overrides": {"block_n": 128}},
     "head_dim 72, one page a token": {"head_dim": 72, "page_size": 1, "group": 7},
     "head_dim 576": {"head_dim": 576, "group": 16, "page_size": 16},
@@ -46,7 +50,9 @@ WIDE = {
 
 
 @pytest.mark.parametrize("target", DEVICES)
-@pytest.mark.parametrize("shape", ["decode", "chunk with every feature", "rows on the M axis"])
+@pytest.mark.parametrize(
+    "shape", ["decode", "a few rows each", "chunk with every feature", "rows on the M axis"]
+)
 def test_attention_of_every_target(shape, target):
     for launch in attention_plan("4bit", target, **WIDE[shape]).launches:
         compile_launch(launch, target)
@@ -107,6 +113,8 @@ def test_budget(preset):
     assert made.stack_bytes <= stack
     assert made.programs(plan.num_warps) >= programs
     assert (made.operations["HMMA"], made.operations["IMMA"]) == matrix
+    if stack <= 24:
+        assert made.operations["LDL"] + made.operations["STL"] == 0
 
 
 @pytest.mark.parametrize("preset, most", [("4bit", 800), ("3bit", 820), ("k8v4", 695)])
@@ -130,6 +138,49 @@ def test_merge_is_one_warp(num_splits, head_dim):
     assert made.shared_bytes <= 4 * min(num_splits, 128)
     assert made.stack_bytes <= 8
     assert merge.num_warps == 1
+
+
+def _layouts_of_sums(launch):
+    """Types, layouts spelt out, of what ``attention`` reduces in each of its two loops."""
+    text = compile_launch(launch, "sm_90").asm["ttgir"]
+    names = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    loops = [part.split("scf.yield")[0] for part in text.split("scf.for")[1:]]
+    found = []
+    for loop in loops:
+        types = re.findall(r"\}\) : \((tensor<[^)]*)\) ->", loop)
+        found.append([re.sub(r"#\w+", lambda m: names.get(m[0], m[0]), t) for t in types])
+    return found
+
+
+@pytest.mark.parametrize(
+    "preset", ["4bit", *(pytest.param(p, marks=pytest.mark.slow) for p in PRESETS if p != "4bit")]
+)
+def test_batch_deterministic_sums_have_one_order(preset):
+    """Masked or not, decode or chunk: lanes and registers of a tile's sums are the same."""
+    plans = [attention_plan(preset, overrides=BATCH, query_len=n) for n in (1, 8)]
+    loops = [sums for plan in plans for sums in _layouts_of_sums(plan.attention)]
+    assert len(loops) == 4
+    assert len(loops[0]) >= 2
+    assert all(sums == loops[0] for sums in loops)
+
+
+@pytest.mark.parametrize("preset", ["4bit", "k8v4"])
+def test_budget_of_batch_deterministic_plans(preset):
+    plan = attention_plan(preset, overrides=BATCH).attention
+    made = report(compile_launch(plan, "sm_90"))
+    lanes, registers, stack, programs, _ = BUDGETS[preset]
+    assert made.loop * 32 / (64 * 2 * 128) <= lanes * ROOM * 1.02
+    assert made.registers <= registers * ROOM
+    assert made.stack_bytes <= stack
+    assert made.programs(plan.num_warps) >= programs
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_batch_deterministic_plans_of_every_target(target):
+    features = {"sliding_window": 100, "softcap": 30.0, "sinks": True, "alibi": True}
+    what = {"query_len": 64, "num_seqs": 2, "features": features, "overrides": BATCH}
+    for launch in attention_plan("4bit", target, **what).launches:
+        compile_launch(launch, target)
 
 
 #: One case of each set of constants that the shared table leads to.

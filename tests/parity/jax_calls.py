@@ -40,11 +40,14 @@ def attention(
     return {"out": np.asarray(out), "lse": np.asarray(lse)}
 
 
-def decode(case: AttentionCase, backend: str, device: str = "cpu") -> dict[str, np.ndarray]:
+def decode(
+    case: AttentionCase, backend: str, device: str = "cpu", **options: Any
+) -> dict[str, np.ndarray]:
     """Output and LSE of a case with one row a sequence."""
     arrays = attention_arrays(case)
     del arrays["query_start_loc"]
-    out, lse = tq_jax.decode_attention(**arrays, **case.options, return_lse=True, backend=backend)
+    options |= {**case.options, "return_lse": True, "backend": backend}
+    out, lse = tq_jax.decode_attention(**arrays, **options)
     return {"out": np.asarray(out), "lse": np.asarray(lse)}
 
 

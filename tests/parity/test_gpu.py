@@ -35,9 +35,20 @@ def test_attention_in_three_splits(case):
     assert_same_bits("attention", case, "triton", "cuda", num_kv_splits=3)
 
 
+@pytest.mark.parametrize("case", ATTENTION[::6], ids=str)
+def test_batch_deterministic(case):
+    plan = {"deterministic": "batch", "split_tokens": 64}
+    assert_same_bits("attention", case, "triton", "cuda", plan=plan)
+
+
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c.is_decode], ids=str)
 def test_decode(case):
     assert_same_bits("decode", case, "triton", "cuda")
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION if c.is_decode][::2], ids=str)
+def test_decode_in_shares(case):
+    assert_same_bits("decode", case, "triton", "cuda", plan={"parts": 40})
 
 
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c.sliding_window is None][::3], ids=str)

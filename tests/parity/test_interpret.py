@@ -33,9 +33,20 @@ def test_attention(case):
     assert_same_bits("attention", case, "interpret", num_kv_splits=splits)
 
 
+@pytest.mark.parametrize("case", cover(SHORT)[::4], ids=str)
+def test_batch_deterministic(case):
+    plan = {"deterministic": "batch", "split_tokens": 64}
+    assert_same_bits("attention", case, "interpret", plan=plan)
+
+
 @pytest.mark.parametrize("case", [c for c in cover(SHORT) if c.is_decode][:4], ids=str)
 def test_decode(case):
     assert_same_bits("decode", case, "interpret")
+
+
+@pytest.mark.parametrize("case", [c for c in cover(SHORT) if c.is_decode][:3], ids=str)
+def test_decode_in_shares(case):
+    assert_same_bits("decode", case, "interpret", plan={"parts": 5, "block_t": 16})
 
 
 @pytest.mark.parametrize(

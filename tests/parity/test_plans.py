@@ -45,15 +45,17 @@ def test_attention(case, devices):
         given = {name: x for name, x in arrays.items() if x is not None}
         what = (case.layout, case.codec)
         for device in devices():
-            ours = torch_launch.attention_plan(
-                call, {**specs, "out": specs["query"]}, *what, None, cache_align=16
-            )
-            assert ours == jax_launch.attention_plan(given, device, call, *what)
+            for plan in (None, {"deterministic": "batch"}):
+                ours = torch_launch.attention_plan(
+                    call, {**specs, "out": specs["query"]}, *what, None, cache_align=16,
+                    overrides=plan,
+                )  # fmt: skip
+                assert ours == jax_launch.attention_plan(given, device, call, *what, plan)
 
 
 @pytest.mark.parametrize("case", STORE, ids=str)
 def test_store_and_dequantize(case, devices, monkeypatch):
-    monkeypatch.setattr(torch_launch, "_step", lambda launch: launch)
+    monkeypatch.setattr(torch_launch, "_prepared", lambda launches, **_: launches)
     inputs = make_store_inputs(case)
     key, value = (spec(x, case.dtype) for x in (inputs.key, inputs.value))
     cache, slots = spec(inputs.cache, "uint8"), spec(inputs.slot_mapping, "int64")

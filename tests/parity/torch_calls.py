@@ -31,13 +31,14 @@ def attention(
     return {"out": _bits(out), "lse": _bits(lse)}
 
 
-def decode(case: AttentionCase, backend: str, device: str = "cpu") -> dict[str, np.ndarray]:
+def decode(
+    case: AttentionCase, backend: str, device: str = "cpu", **options: Any
+) -> dict[str, np.ndarray]:
     """Output and LSE of a case with one row a sequence."""
     tensors = on_device(attention_tensors(case), device)
     del tensors["query_start_loc"]
-    out, lse = tq_torch.decode_attention(
-        **tensors, **case.options, return_lse=True, backend=backend
-    )
+    options |= {**case.options, "return_lse": True, "backend": backend}
+    out, lse = tq_torch.decode_attention(**tensors, **options)
     return {"out": _bits(out), "lse": _bits(lse)}
 
 

@@ -53,6 +53,20 @@ def check_attention(
     return out, lse
 
 
+def check_decode(
+    case: AttentionCase, backend: str, device: str = "cpu", **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`check_attention` by ``decode_attention``, for cases of one row a sequence."""
+    tensors = on_device(attention_tensors(case), device)
+    del tensors["query_start_loc"]
+    out = torch.full_like(tensors["query"], float("nan"))
+    call = {**tensors, **case.options, **options, "out": out, "return_lse": True}
+    _, lse = tq_torch.decode_attention(**call, backend=backend)
+    out, lse = out.cpu(), lse.cpu()
+    assert_close(to_float64(out), lse.numpy(), case)
+    return out, lse
+
+
 def check_empty_out(backend: str) -> None:
     """No element of an output without rows is written, so that its strides may be 0."""
     layout = CacheLayout(QuantConfig(), 2, 64, 16)

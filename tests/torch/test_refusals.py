@@ -116,6 +116,12 @@ ATTENTION = [
     ({"backend": "triton"}, ValueError, "backend: 'triton' cannot serve .* not on cpu"),
     ({"backend": "interpret"}, ValueError, "backend: 'interpret' cannot serve .*Triton"),
     ({"plan": {"block_t": 64}}, ValueError, "plan: the native backend launches no kernels"),
+    ({"plan": {"deterministic": "batch"}}, ValueError, "native backend .* takes no plan"),
+    (
+        {"plan": {"deterministic": True}},
+        ValueError,
+        "expected deterministic to be 'batch', got True",
+    ),
     ({"plan": 64}, TypeError, "plan: expected a mapping of names to ints"),
     ({"plan": {"block_t": 64.0}}, TypeError, "plan: expected block_t to be an int, got 64.0"),
     ({"plan": {"num_splits": True}}, TypeError, "plan: expected num_splits to be an int, got True"),

@@ -34,6 +34,7 @@ from tq_core.kernels.codes import (
     typed_ptr,
 )
 from tq_core.kernels.order import let_next_start, prefetch, wait_for_previous
+from tq_core.kernels.shares import pick, shares
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -485,6 +486,7 @@ def attention(
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """One (block of query rows, KV head, KV split).
 
@@ -497,6 +499,12 @@ def attention(
     ``SHORT``: sequences of at most that many rows, of all heads of a group, are another launch's.
     ``ONE_BLOCK``: that launch, a block for each sequence; it has partial sums
     ``[B, Hk, BLOCK_N, num_splits, ...]``.
+    ``SPLIT_TILES``: split s has as many tiles from tile ``s * SPLIT_TILES`` of its sequence on, and
+    a row's tiles come in their order, whatever other rows its block has; 0: splits are equal parts.
+    ``BLOCK_B``: at least B, where a block has all rows of a sequence, or with ``DECODE``:
+    ``num_splits`` is the number of parts that all sequences together are cut into, in shares of
+    their lengths (`shares`), and partial sums are ``[parts, Hk, BLOCK_N, ...]``, with ``DECODE``
+    ``[parts, Hq, ...]``; 0: each sequence has ``num_splits``.
     """
     let_next_start(EARLY)
     pid = tl.program_id(0)
@@ -504,14 +512,34 @@ def attention(
     rest = pid // num_blocks
     head = rest % NUM_KV_HEADS
     split = rest // NUM_KV_HEADS
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_N - 1) // BLOCK_N if DECODE else 1
+    if BLOCK_B > 0:
+        # Parts that are not there come last.
+        head = pid % NUM_KV_HEADS
+        block = pid // NUM_KV_HEADS
+        unit = block // BLOCKS
+        seq_len_b, parts_b, end_b = shares(
+            seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T
+        )
+        seq = tl.sum((end_b <= unit).to(tl.int32), 0)
+        if seq >= num_seqs:
+            wait_for_previous(PDL)
+            return
+        num_splits = pick(parts_b, seq)
+        split = unit - pick(end_b, seq) + num_splits
+        seq_len = pick(seq_len_b, seq)
     offs_n = tl.arange(0, BLOCK_N)
 
     if DECODE:
-        BLOCKS: tl.constexpr = (GROUP + BLOCK_N - 1) // BLOCK_N
-        seq = block // BLOCKS
+        if BLOCK_B == 0:
+            seq = block // BLOCKS
         first_row = seq
         num_rows: tl.constexpr = 1
         first_column = (block % BLOCKS) * BLOCK_N
+    elif BLOCK_B > 0:
+        first_row = tl.load(query_start_loc_ptr + seq)
+        num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
+        first_column = 0
     elif ONE_BLOCK:
         seq = block
         first_row = tl.load(query_start_loc_ptr + seq)
@@ -547,15 +575,20 @@ def attention(
     part = flat * num_splits + split
     if ONE_BLOCK:
         part = ((seq * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N + offs_n) * num_splits + split
+    if BLOCK_B > 0 and DECODE:
+        part = unit.to(tl.int64) * NUM_QUERY_HEADS + query_head
+    elif BLOCK_B > 0:
+        part = (unit * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N + offs_n
     if SHORT > 0:
         if (seq < num_seqs) & (num_rows * GROUP <= SHORT):
             if PARTIAL:
                 tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
             return
-    if DECODE:
-        seq_len = tl.load(seq_lens_ptr + seq)
-    else:
-        seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
+    if BLOCK_B == 0:
+        if DECODE:
+            seq_len = tl.load(seq_lens_ptr + seq)
+        else:
+            seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
     shift = seq_len - num_rows
     position = shift + row
     first_position = shift + tl.min(row, 0)
@@ -574,11 +607,19 @@ def attention(
         whole_start = tl.maximum(last_position - WINDOW + 1, 0)
     start = first_token // BLOCK_T
     stop = tl.cdiv(tl.maximum(end_token, 0), BLOCK_T)
-    per_split = tl.cdiv(tl.maximum(stop - start, 0), num_splits)
-    start = start + split * per_split
-    stop = tl.minimum(start + per_split, stop)
+    if SPLIT_TILES > 0:
+        stop = tl.minimum(stop, (split + 1) * SPLIT_TILES)
+        start = tl.minimum(tl.maximum(start, split * SPLIT_TILES), stop)
+    else:
+        per_split = tl.cdiv(tl.maximum(stop - start, 0), num_splits)
+        start = start + split * per_split
+        stop = tl.minimum(start + per_split, stop)
     whole_start = tl.minimum(tl.maximum(tl.cdiv(whole_start, BLOCK_T), start), stop)
     whole_stop = tl.minimum(tl.maximum(tl.maximum(whole_end, 0) // BLOCK_T, whole_start), stop)
+    if SPLIT_TILES > 0 and WINDOW > 0:
+        # Whole tiles would come before the masked ones, and which are whole depends on the block.
+        whole_start = start
+        whole_stop = start
 
     # Columns of the first dot: two or one of a query row's.
     WIDTH: tl.constexpr = 2 * BLOCK_N if KEY_KIND == "grid" else max(8, BLOCK_N)
@@ -603,6 +644,10 @@ def attention(
                 KEY_HEAD_STRIDE, META_BASE, META_HEAD_STRIDE, BLOCK_T,
             )  # fmt: skip
     wait_for_previous(PDL)
+    if SPLIT_TILES > 0:
+        if start >= stop:
+            tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
+            return
     q = ()
     if KEY_KIND == "grid":
         offs_k = tl.arange(0, BLOCK_KEY * KEY_CODES)
@@ -755,21 +800,26 @@ def attention(
             tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "num_seqs"])
 def merge(
-    part_ptr, state_ptr, sinks_ptr, query_start_loc_ptr, previous_out_ptr, previous_lse_ptr,
-    num_splits,
+    part_ptr, state_ptr, sinks_ptr, query_start_loc_ptr, seq_lens_ptr, previous_out_ptr,
+    previous_lse_ptr,
+    num_splits, num_seqs,
     out_ptr, lse_ptr,
-    ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    DECODE: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SPARSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of one row from the partial sums of its splits; the sink is counted here.
 
     A program is one warp and has ``BLOCK_D`` coordinates; ``BLOCK_S`` splits are loaded at once.
     ``ONE_BLOCK``: of the rows of `attention` with that flag; the others stay as they are, in
     ``previous_out_ptr`` and ``previous_lse_ptr``, which are the outputs.
+    ``BLOCK_B``: of sequences whose splits are as many as `attention` with that constant found;
+    ``DECODE`` and ``BLOCK_N`` are as there.
+    ``SPARSE``: most splits may have seen nothing: their sums are not read.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
@@ -790,8 +840,29 @@ def merge(
     head = row % NUM_QUERY_HEADS
     offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
-    state_ptr = state_ptr + part_row * num_splits * 2
-    part_ptr = part_ptr + part_row * num_splits * HEAD_DIM
+    stride = 1
+    first_part = part_row * num_splits
+    if BLOCK_B > 0:
+        token = (row // NUM_QUERY_HEADS).to(tl.int32)
+        if DECODE:
+            seq = token
+            stride = NUM_QUERY_HEADS
+            place = head
+        else:
+            # Rows past the last sequence have none, and then no splits.
+            offs_b = tl.arange(0, BLOCK_B)
+            starts_ptr = query_start_loc_ptr + offs_b
+            stop_b = tl.load(starts_ptr + 1, mask=offs_b < num_seqs, other=2**31 - 1)
+            seq = tl.sum((stop_b <= token).to(tl.int32), 0)
+            start_b = tl.load(starts_ptr, mask=offs_b < num_seqs, other=0)
+            stride = NUM_QUERY_HEADS // GROUP * BLOCK_N
+            place = head // GROUP * BLOCK_N + head % GROUP
+            place = place + (token - pick(start_b, seq)) * GROUP
+        _, parts_b, end_b = shares(seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T)
+        num_splits = pick(parts_b, seq)
+        first_part = (pick(end_b, seq) - num_splits).to(tl.int64) * stride + place
+    state_ptr = state_ptr + first_part * 2
+    part_ptr = part_ptr + first_part * HEAD_DIM
     top = NEVER
     nothing = float("-inf")
     if HAS_SINKS:
@@ -804,13 +875,16 @@ def merge(
     for first in range(0, num_splits, BLOCK_S):
         offs_s = first + tl.arange(0, BLOCK_S)
         mask_s = offs_s < num_splits
+        at_s = offs_s * stride
+        l = tl.load(state_ptr + at_s * 2 + 1, mask=mask_s, other=0.0)
+        if SPARSE:
+            mask_s = l != 0
         part = tl.load(
-            part_ptr + offs_s[:, None] * HEAD_DIM + offs_d[None, :],
+            part_ptr + at_s[:, None] * HEAD_DIM + offs_d[None, :],
             mask=mask_s[:, None] & mask_d[None, :],
             other=0.0,
         )
-        l = tl.load(state_ptr + offs_s * 2 + 1, mask=mask_s, other=0.0)
-        m = tl.load(state_ptr + offs_s * 2, mask=mask_s, other=NEVER)
+        m = tl.load(state_ptr + at_s * 2, mask=mask_s, other=NEVER)
         # What a split that saw nothing left in its place is not a number to count on.
         live = l != 0
         m = tl.where(live, m, NEVER)
