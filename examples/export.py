@@ -1,7 +1,7 @@
 """The demo's model as a transformers directory: ``python -m examples.export DIR``.
 
 ``--key-bias`` adds a bias to its key projections, of the kind that the Qwen2 family has: a few
-channels of up to that size in the first layers, less in later ones, nothing in most channels.
+channels of up to that size in the first layers, less in later ones, little in most channels.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from examples.tokenizer import load_tokenizer
 from examples.weights import LlamaWeights, ModelUnavailable, UnsupportedModel, load_model
 
 #: Layers over which the largest bias falls by a factor of e.
-BIAS_DECAY = 4.0
+BIAS_DECAY = 16.0
+#: Pairs of each head that it is large in.
+BIASED_PAIRS = 4
 
 
 def key_bias(weights: LlamaWeights, largest: float, seed: int = 0) -> np.ndarray:
-    """A bias fp32 ``[L, Hk*D]``: heavy-tailed over channels, falling from layer to layer.
+    """A bias fp32 ``[L, Hk*D]``: a few large channels, small others, falling from layer to layer.
 
-    The largest entry of a layer is ``largest * exp(-layer / BIAS_DECAY)``, at least 2 %.
-    It lies in the slow half of RoPE's pairs mostly, as where Qwen2 has it.
+    The largest entry of a layer is ``largest * exp(-layer / BIAS_DECAY)``, at least 20 %. It lies
+    in the ``BIASED_PAIRS`` slowest of RoPE's pairs, whose share of a score hardly depends on the
+    position: the softmax does not see it, a quantiser does.
     """
     c = weights.config
     rng = np.random.default_rng(seed)
-    shape = (c.num_layers, c.num_kv_heads, 2, c.head_dim // 2)
-    bias = rng.standard_t(2.0, shape)
-    bias *= np.linspace(0.3, 1.0, c.head_dim // 2)  # pairs get slower along the last axis
-    bias = bias.reshape(c.num_layers, -1)
+    bias = rng.standard_normal((c.num_layers, c.num_kv_heads, 2, c.head_dim // 2))
+    size = np.full(c.head_dim // 2, 0.01)
+    size[-BIASED_PAIRS:] = 1.0  # pairs get slower along the last axis
+    bias = (bias * size).reshape(c.num_layers, -1)
     bias /= np.abs(bias).max(1, keepdims=True)
-    size = largest * np.maximum(np.exp(-np.arange(c.num_layers) / BIAS_DECAY), 0.02)
+    size = largest * np.maximum(np.exp(-np.arange(c.num_layers) / BIAS_DECAY), 0.2)
     return (bias * size[:, None]).astype(np.float32)
 
 

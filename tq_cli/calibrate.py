@@ -26,16 +26,15 @@ from tq_core.codec import Codec, save_codecs
 DESCRIPTION = """\
 Measure the keys, queries and values of a model on some text and write a file with
 a codec for each layer: offsets, transforms, and formats under a budget of bits.
-A quarter of the text is held out: it decides what is used and how much is trusted.
+The model writes text of its own too, so that the codecs serve text of other kinds.
+A quarter of all is held out: it decides what is used and how much is trusted.
 
   tq calibrate --model path/to/model --text some.txt --out codecs.safetensors
   tq calibrate --model model.gguf --text prose.txt code.py --bits 3.4"""
-#: What layers are probed with; other formats differ by their noise.
-PROBE = QuantConfig(key="mse3", value="mse3")
 KEY_FORMATS = ("mse2", "mse3", "mse4", "fp8")
 VALUE_FORMATS = ("mse2", "mse3", "mse4", "int8")
-#: A layer counts at least this share of the median layer, since a probe is short.
-FLOOR = 0.1
+#: Tokens of a text that the model writes, and how many of these it writes at a time.
+OWN_LENGTH, OWN_BATCH = 512, 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the file to write (default: %(default)s)",
     )
     parser.add_argument(
-        "--tokens", metavar="N", type=positive, default=8192, help="to read (default: %(default)s)"
+        "--tokens",
+        metavar="N",
+        type=positive,
+        default=8192,
+        help="to read, an equal share of each file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--own-tokens",
+        metavar="N",
+        type=_not_negative,
+        default=8192,
+        help="that the model writes itself and reads too, for what the text does not show; 0 "
+        "turns it off (default: %(default)s)",
     )
     parser.add_argument(
         "--window",
@@ -68,15 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     formats.add_argument("--preset", choices=PRESETS, help="one format for all layers")
     parser.add_argument(
-        "--probe-tokens",
-        metavar="N",
-        type=positive,
-        default=1024,
-        help="held-out tokens on which each layer is packed alone (default: %(default)s)",
-    )
-    parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="of the rotations (default: %(default)s)"
     )
+
+
+def _not_negative(text: str) -> int:
+    return 0 if text == "0" else positive(text)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -91,50 +99,60 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise CommandError(f"--out: {args.out.absolute().parent} is not a folder")
     language = load(args)
     torch, module = import_module("torch"), import_module("tq_torch.calibrate")
-    ids = read_tokens(language, args.text)[: args.tokens]
+    share = -(-args.tokens // len(args.text))
+    ids = [token for file in args.text for token in read_tokens(language, [file])[:share]]
     size = min(args.window, len(ids) // 4)
     windows = [torch.tensor(ids[at : at + size]) for at in range(0, len(ids) - size + 1, size or 1)]
     calibrator = module.Calibrator(language.model)
     try:
-        with progress(2 * sum(map(len, windows)), "moments") as update:
-            found = calibrator.fit(windows, progress=update)
+        own = _own(args, calibrator) if windows else []
+        with progress(2 * sum(map(len, [*windows, *own])), "moments") as update:
+            # The last of each kind is held out, at least.
+            found = calibrator.fit([*own, *windows], seed=args.seed, progress=update)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    probe = windows[-1][: args.probe_tokens]
-    codecs = [layer.fit.codec(PROBE, language.head_dim, args.seed) for layer in found]
-    probes = []
-    for title, sides in (("keys", {"values": False}), ("values", {"keys": False})):
-        with progress(len(probe) * (len(codecs) + 1), f"probe {title}") as update:
-            probes.append(calibrator.probe(probe, codecs, progress=update, **sides))
-    choices = _choices(language, *([p.divergence for p in side] for side in probes))
+    choices = _choices(language, found)
     chosen = _choose(args, language, choices)
     final = [
         layer.fit.codec(choice.config, language.head_dim, args.seed)
         for layer, choice in zip(found, chosen, strict=True)
     ]
-    report = _report(args, language, len(ids), found, probes, chosen)
+    with progress(2 * len(windows[-1]), "check") as update:
+        check = calibrator.check(windows[-1], final, progress=update)
+    report = _report(args, language, len(ids), sum(map(len, own)), found, check, chosen)
     _save(args.out, final, language, report)
     return report
 
 
-def _choices(language: LanguageModel, keys: list[float], values: list[float]) -> list[list[Choice]]:
+def _own(args: argparse.Namespace, calibrator: Any) -> list[Any]:
+    """Windows that the model writes, as many as fill four equal ones at least."""
+    count = max(4, -(-args.own_tokens // OWN_LENGTH)) if args.own_tokens else 0
+    if not count:
+        return []
+    length = max(2, min(OWN_LENGTH, args.own_tokens // count))
+    own: list[Any] = []
+    with progress(count * (length - 1), "own text") as update:
+        for start in range(0, count, OWN_BATCH):
+            batch = min(OWN_BATCH, count - start)
+            own += calibrator.sample(batch, length, seed=args.seed + start, progress=update)
+    return own
+
+
+def _choices(language: LanguageModel, found: list[Any]) -> list[list[Choice]]:
     """Formats of each layer, with the KL divergence that each is expected to cost."""
     configs = [QuantConfig(key=key, value=value) for key in KEY_FORMATS for value in VALUE_FORMATS]
     # Presets with affine values are not better, but may be asked for by name.
     configs += [QuantConfig.preset(name) for name in PRESETS]
-    floors = [FLOOR * sorted(side)[len(side) // 2] for side in (keys, values)]
-    rows = []
-    for key, value in zip(keys, values, strict=True):
-        costs = max(key, floors[0], 1e-9), max(value, floors[1], 1e-9)
-        rows.append([_choice(language, config, *costs) for config in dict.fromkeys(configs)])
-    return rows
+    return [
+        [_choice(language, config, layer) for config in dict.fromkeys(configs)] for layer in found
+    ]
 
 
-def _choice(language: LanguageModel, config: QuantConfig, key: float, value: float) -> Choice:
+def _choice(language: LanguageModel, config: QuantConfig, layer: Any) -> Choice:
     dim = language.head_dim
     layout = CacheLayout(config, language.num_kv_heads, dim, 16)
-    cost = key * calibration.noise(config.key, dim) / calibration.noise(PROBE.key, dim)
-    cost += value * calibration.noise(config.value, dim) / calibration.noise(PROBE.value, dim)
+    cost = layer.key_divergence * calibration.noise(config.key, dim)
+    cost += layer.value_divergence * calibration.noise(config.value, dim)
     return Choice(config, layout.slot_bytes, cost)
 
 
@@ -161,15 +179,16 @@ def _report(
     args: argparse.Namespace,
     language: LanguageModel,
     tokens: int,
+    own_tokens: int,
     found: list[Any],
-    probes: list[list[Any]],
+    check: Any,
     chosen: list[Choice],
 ) -> dict[str, Any]:
     names = {QuantConfig.preset(name): name for name in PRESETS}
     dim = language.head_dim
-    unit = calibration.noise(PROBE.key, dim)
     layers = []
     for number, (layer, choice) in enumerate(zip(found, chosen, strict=True)):
+        key, value = (calibration.noise(f, dim) for f in (choice.config.key, choice.config.value))
         sides = {}
         for side, fit in (("key", layer.fit.key), ("value", layer.fit.value)):
             sides[side] = {
@@ -185,13 +204,15 @@ def _report(
                 "layer": number,
                 **sides,
                 "score_error": {
-                    "plain": math.sqrt(unit * layer.plain_score_error),
-                    "predicted": math.sqrt(unit * layer.score_error),
-                    "measured": probes[0][number].score_error,
+                    "plain": math.sqrt(key * layer.plain_score_error),
+                    "predicted": math.sqrt(key * layer.score_error),
+                    "measured": check.score_errors[number],
                 },
                 "divergence": {
-                    "keys": probes[0][number].divergence,
-                    "values": probes[1][number].divergence,
+                    "plain": key * layer.plain_key_divergence
+                    + value * layer.plain_value_divergence,
+                    "keys": key * layer.key_divergence,
+                    "values": value * layer.value_divergence,
                 },
                 "preset": names.get(choice.config),
                 "config": asdict(choice.config),
@@ -202,9 +223,10 @@ def _report(
         "out": str(args.out),
         "model": language.name,
         "tokens": tokens,
-        "probe": asdict(PROBE),
+        "own_tokens": own_tokens,
         "bits": sum(c.size for c in chosen) / len(chosen) * 8 / (2 * dim),
         "expected_divergence": sum(c.cost for c in chosen),
+        "measured_divergence": check.divergence,
         "layers": layers,
     }
 
@@ -226,7 +248,7 @@ def _save(path: Path, codecs: list[Codec], language: LanguageModel, report: dict
 def text(result: dict[str, Any]) -> str:
     """The report as lines."""
     head = ["layer", "mean K", "V", "outliers K", "V", "offset", "score error plain"]
-    head += ["predicted", "measured", "KL K", "V", "format", "bytes"]
+    head += ["predicted", "measured", "KL plain", "K", "V", "format", "bytes"]
     rows = [head]
     for layer in result["layers"]:
         key, value, config = layer["key"], layer["value"], layer["config"]
@@ -245,17 +267,18 @@ def text(result: dict[str, Any]) -> str:
                 str(layer["bytes"]),
             ]
         )
-    probe = result["probe"]
     return "\n".join(
         [
-            f"{result['model']}: {result['tokens']:,} tokens read, a quarter of them held out",
+            f"{result['model']}: {result['tokens']:,} tokens read and {result['own_tokens']:,} "
+            "written, a quarter of them held out",
             "",
             *table(rows),
             "",
-            "mean: share of the mean in the energy; score error: root mean square, and KL in nats "
-            f"/ 1000, with keys {probe['key']} or values {probe['value']} in that layer alone",
-            f"{result['bits']:.2f} bits a coordinate, metadata included; "
-            f"expected KL {result['expected_divergence']:.4f} nats",
+            "mean: share of the mean in the energy; score error: root mean square over all pairs "
+            "of query and key; KL: expected, in nats / 1000, with that layer alone packed",
+            f"{result['bits']:.2f} bits a coordinate, metadata included; KL in nats, expected "
+            f"{result['expected_divergence']:.4f}, on the last window measured "
+            f"{result['measured_divergence']:.4f}",
             f"written: {result['out']}",
         ]
     )

@@ -1,10 +1,11 @@
-"""Offsets, transforms and bits of a model's layers, from moments of its keys, queries and values.
+"""Offsets, transforms and bits of a model's layers, from moments.
 
 The coder's error is isotropic in the coded basis and proportional to the squared length there. A
 key coded as ``T (k - mu)`` and read by ``T^-T q`` therefore has a mean squared score error
 proportional to ``tr(T Sk T^T) tr(T^-T Sq T^-1)``, with ``Sk`` and ``Sq`` the second moments of
 ``k - mu`` and of the queries. It is least for ``T^T T = Sk^-1 # Sq``, the matrix geometric mean.
-The same holds for values, with the output projection in the place of the queries.
+The same holds for values, and for whatever the error is multiplied by in the place of queries, as
+gradients of a loss.
 
 Source: R. Bhatia, "Positive Definite Matrices" (2007), chapter 4, for the geometric mean.
 """
@@ -224,7 +225,7 @@ class Part:
 
     Attributes:
         coded: moments of keys or values of each KV head.
-        read: moments of queries, or second moments of the output projection.
+        read: moments of what errors are multiplied by: queries, or gradients.
         tokens: tokens that the moments are of.
         importance: float64 ``[Hk]``, what a head's error counts, relative to others.
     """
@@ -235,7 +236,7 @@ class Part:
     importance: np.ndarray
 
     def error(self, offset: np.ndarray | None, transform: np.ndarray | None) -> float:
-        """Mean squared error of scores (outputs) per unit of noise, summed over heads."""
+        """Mean squared error of the products per unit of noise, summed over heads."""
         around = self.coded.raw if offset is None else self.coded.around(offset)
         return float((self.importance * isotropic_error(around, self.read.raw, transform)).sum())
 
@@ -454,8 +455,8 @@ def fit_layer(
     """Fits a layer.
 
     Args:
-        keys: fitting and held-out part of the keys, read by the queries.
-        values: fitting and held-out part of the values, read by the output projection.
+        keys: fitting and held-out part of the keys.
+        values: fitting and held-out part of the values.
         shrinkages: as in :func:`fit`.
 
     Raises:

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 
+import numpy as np
 import pytest
 
 from tq_cli import language_model
@@ -58,7 +59,7 @@ def calibrate(folder, tmp_path, tq):
     def run(*more):
         out = tmp_path / "codecs"
         words = ["--model", folder, "--text", folder / "text.txt", "--out", out]
-        words += ["--window", 512, "--probe-tokens", 64, "--json", *more]
+        words += ["--window", 512, "--own-tokens", 64, "--json", *more]
         return json.loads(tq("calibrate", *words)), load_codecs(out)
 
     return run
@@ -77,7 +78,25 @@ def test_calibrate_writes_a_codec_for_each_layer(calibrate):
             layer["config"]["key"],
             layer["config"]["value"],
         )
-        assert layer["score_error"]["predicted"] <= layer["score_error"]["plain"]
+        cost = layer["divergence"]
+        assert 0 < cost["keys"] + cost["values"] <= cost["plain"]
+        assert layer["score_error"]["measured"] == pytest.approx(
+            layer["score_error"]["predicted"], rel=0.3
+        )
+
+
+def test_the_model_writes_text_of_its_own_unless_told_not_to(calibrate):
+    with_own, file = calibrate("--own-tokens", 1200)
+    without, other = calibrate("--own-tokens", 0)
+    assert (with_own["own_tokens"], without["own_tokens"]) == (1200, 0)
+    assert with_own["tokens"] == without["tokens"]
+    assert not np.array_equal(file.codecs[0].key_transform, other.codecs[0].key_transform)
+
+
+def test_every_file_has_its_share(calibrate, folder, tmp_path):
+    (tmp_path / "short").write_text("w1 w2 w3", encoding="utf-8")
+    report, _ = calibrate("--text", folder / "text.txt", tmp_path / "short", "--tokens", 2500)
+    assert report["tokens"] == 1250 + 6
 
 
 def test_calibrate_with_one_preset(calibrate):
@@ -88,7 +107,7 @@ def test_calibrate_with_one_preset(calibrate):
 def test_the_report_of_calibrate_in_words(folder, tmp_path, tq):
     out = tq(
         *("calibrate", "--model", folder, "--text", folder / "text.txt", "--window", 512),
-        *("--out", tmp_path / "codecs", "--probe-tokens", 64),
+        *("--out", tmp_path / "codecs", "--own-tokens", 0),
     )
     assert "score error" in out
     assert f"written: {tmp_path / 'codecs'}" in out
@@ -168,7 +187,7 @@ def test_eval_refuses_codecs_of_another_model(folder, tmp_path, tq_error):
 def test_calibrate_refuses(words, message, folder, tmp_path, tq_error):
     out = tq_error(
         *("calibrate", "--model", folder, "--text", folder / "text.txt"),
-        *("--out", tmp_path / "codecs", "--probe-tokens", 64, *words),
+        *("--out", tmp_path / "codecs", "--own-tokens", 0, *words),
     )
     assert out.startswith("tq calibrate: " + message)
     assert not (tmp_path / "codecs").exists()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from examples import demo, evaluate, llama_jax, llama_torch
+from examples.export import BIASED_PAIRS, biased, key_bias
 from examples.weights import UnsupportedModel, load_transformers, undo_rope_interleaving
 from tests.examples.models import VOCAB, make_weights, write_checkpoint
 from tq_core import PRESETS, QuantConfig
@@ -103,3 +104,19 @@ def test_results_out_of_bounds_are_named():
     assert any("jax, 3bit" in failure for failure in report.failures)
     assert any("differ" in failure for failure in report.failures)
     assert any("not finite" in failure for failure in report.failures)
+
+
+def test_the_made_bias_is_large_where_rope_is_slow(weights):
+    c = weights.config
+    bias = key_bias(weights, 150.0).reshape(c.num_layers, c.num_kv_heads, 2, c.head_dim // 2)
+    sizes = np.abs(bias).max((1, 2))
+    assert sizes[0].max() == 150
+    slow, fast = sizes[:, -BIASED_PAIRS:], sizes[:, :-BIASED_PAIRS]
+    assert slow.min() > 10 * fast.max()
+
+
+def test_the_made_bias_is_added_to_keys_alone(weights):
+    made = biased(weights, 150.0).layers
+    np.testing.assert_array_equal(made["bk"], key_bias(weights, 150.0))
+    assert not any(made[name].any() for name in ("bq", "bv", "bo"))
+    assert all(made[name] is array for name, array in weights.layers.items())
