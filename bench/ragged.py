@@ -2,8 +2,9 @@
 
 One pool of pages is read three ways: by sequences whose lengths are log-uniform from ``--shortest``
 to ``--longest``; by as many of one length that have as many tokens; and by those of ``--shape``,
-bounded by their length and by ``--longest``. Each is timed with the plan that a call gets, with
-equal parts of every sequence, and with results that do not depend on the batch. `ratio` is to the
+bounded by their length and by ``--longest``. Each is timed with the plan that a call gets, which
+has equal parts of every sequence, with as many parts in shares of the lengths (``parts``), and with
+results that do not depend on the batch. `ratio` is to the
 default plan of the second or, for the third, of the same sequences. Outputs are compared with fp64
 attention before anything is timed; gate and timing are those of `decode`.
 """
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--longest", type=positive, default=131072, help="most tokens of a sequence")
     add(
         "--parts", type=listed(positive), default=None,
-        help="parts of all sequences together to try besides the plan's own, comma-separated",
+        help="other numbers of parts of all sequences together to try, comma-separated",
     )  # fmt: skip
     decode.add_common_arguments(parser, "ragged.csv")
 
@@ -124,8 +125,8 @@ def measure(
         data = view(pool, work)
         item = gpu.Item(shape._replace(L=work.bound), preset, size, pool.layout.order, 1)
         splits = providers.plan_of(query, data, item).num_splits
-        plans: list[tuple[tuple[str, Any], ...]] = [(), (("num_splits", splits),), BATCH]
-        plans += [(("parts", n),) for n in arguments.parts or []]
+        parts = dict.fromkeys([shape.B * splits, *(arguments.parts or [])])
+        plans: list[tuple[tuple[str, Any], ...]] = [(), BATCH, *((("parts", n),) for n in parts)]
         for plan in plans:
             name = " ".join(f"{n}={v}" for n, v in plan)
             try:

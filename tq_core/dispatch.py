@@ -25,9 +25,8 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _EARLY_PROGRAMS = 4
 #: Programs of a store, so many that each multiprocessor has several.
 _STORE_PROGRAMS = 1024
-#: Most sequences whose shares a program computes from their lengths, and the least tiles of the
-#: longest one from which on that is worth it.
-_SHARED_SEQS, _SHARED_TILES = 1024, 64
+#: Most sequences whose shares a program computes from their lengths.
+_SHARED_SEQS = 1024
 #: Where results must not depend on the batch: tokens of a KV split, scratch at most, and splits
 #: and coordinates of a program of `merge`.
 SPLIT_TOKENS = 1024
@@ -857,23 +856,25 @@ def plan_attention(
     parts, block_b = 0, 0
     # Partial sums of a part: of all heads of a row, or of all blocks of a sequence's rows.
     part_rows = call.num_query_heads if decode else heads * tile.block_n
-    if not batch and not mixed and (decode or columns <= tile.block_n):
-        parts = _shared_parts(call, dim, splits, tile.block_t, part_rows, over, overrides or {})
-    if parts:
+    if "parts" in over:
+        equal = "num_splits" in over or call.num_kv_splits is not None
+        one_block = not mixed and (decode or columns <= tile.block_n)
+        if batch or equal or not one_block or not 1 <= call.num_seqs <= _SHARED_SEQS:
+            raise ValueError(
+                f"plan: parts is for 1 to {_SHARED_SEQS} sequences of a block of rows each, "
+                "without a number of splits of each or deterministic='batch'"
+            )
+        parts = over["parts"]
         block_b = next(n for n in (64, 256, _SHARED_SEQS) if n >= call.num_seqs)
-        blocks = -(-group // tile.block_n) if decode else 1
-        num_blocks = (parts + call.num_seqs) * blocks
-    elif "parts" in over:
-        raise ValueError(
-            f"plan: parts is for 1 to {_SHARED_SEQS} sequences of a block of rows each, without a "
-            "number of splits of each or deterministic='batch'"
-        )
+        num_blocks = (parts + call.num_seqs) * (-(-group // tile.block_n) if decode else 1)
     partial = splits > 1 or batch or parts > 0
     pdl = device.kind == "cuda" and device.capability >= 90
-    # Where few programs wait, they leave those before them the room they need.
+    # Where few programs wait, they leave those before them the room they need. With 16 query rows
+    # a program (and four times the programs of `merge`) that was slower throughout.
     attention_grid = num_blocks * heads * (1 if parts else splits)
     idle = call.num_seqs * heads if parts else 0
     few_programs = attention_grid - idle <= _EARLY_PROGRAMS * device.num_sms
+    few_programs = few_programs and tile.block_n <= 8
     early = pdl and not mixed and bool(over.get("early", partial and few_programs))
     coded_strides = (call.num_query_heads * dim, dim, 1)
     final_strides = coded_strides if coded else out_strides
@@ -1118,32 +1119,6 @@ def plan_attention(
         )
     plan = AttentionPlan(query, attention, merge, short, short_merge, output, splits, launches)
     return _without_fusion(plan) if batch else plan
-
-
-def _shared_parts(
-    call: AttentionCall,
-    dim: int,
-    splits: int,
-    block_t: int,
-    part_rows: int,
-    over: Mapping[str, int],
-    given: Mapping[str, int | str],
-) -> int:
-    """Parts that sequences of few rows share by their lengths; 0: equal parts of each.
-
-    As many as ``splits`` of each would be, so that sequences of one length have these.
-    """
-    equal = "num_splits" in given or call.num_kv_splits is not None
-    if equal or not 1 <= call.num_seqs <= _SHARED_SEQS:
-        return 0
-    if "parts" in over:
-        return over["parts"]
-    longest = min(call.max_seq_len, call.sliding_window or call.max_seq_len)
-    if call.num_seqs < 2 or longest < _SHARED_TILES * block_t:
-        return 0
-    parts = call.num_seqs * splits
-    size = 4 * dim * part_rows * (parts + call.num_seqs)
-    return parts if size <= MAX_SCRATCH_BYTES else 0
 
 
 def _split_tiles(call: AttentionCall, over: Mapping[str, int], block_t: int) -> int:

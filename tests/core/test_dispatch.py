@@ -41,22 +41,11 @@ def test_splits(num_seqs, seq_len):
     assert plan.num_splits in SPLITS
     tiles = -(-seq_len // 64)
     assert plan.num_splits <= tiles
-    rows = num_seqs * 32
-    if constants(plan.attention)["BLOCK_B"]:
-        # Room for as many parts as equal sequences have, and one more of each.
-        assert seq_len >= 4096
-        assert num_seqs > 1
-        parts = num_seqs * plan.num_splits
-        shape = (parts + num_seqs, 32)
-        assert plan.attention.grid == 8 * (parts + num_seqs)
-        assert plan.merge.integers == (parts, num_seqs)
-    else:
-        assert num_seqs == 1 or seq_len < 4096
-        parts, shape = plan.num_splits, (rows, plan.num_splits)
-        assert plan.attention.grid == 8 * num_seqs * plan.num_splits
-        assert (plan.merge is None) == (plan.num_splits == 1)
-    assert plan.attention.integers[-1] == parts
+    assert plan.attention.grid == 8 * num_seqs * plan.num_splits
+    assert (plan.merge is None) == (plan.num_splits == 1)
+    assert plan.attention.integers[-1] == plan.num_splits
     if plan.merge is not None:
+        shape = (num_seqs * 32, plan.num_splits)
         assert [o.shape for o in plan.attention.outputs] == [(*shape, 128), (*shape, 2)]
         assert 4 * 128 * math.prod(shape) <= MAX_SCRATCH_BYTES
         assert constants(plan.merge)["BLOCK_S"] >= plan.num_splits
@@ -71,10 +60,17 @@ def shares(tiles, parts):
 
 
 @pytest.mark.parametrize("num_seqs, seq_len", [(2, 4096), (8, 8192), (64, 8192), (200, 8193)])
-def test_equal_sequences_have_the_splits_that_fill_waves(num_seqs, seq_len):
+def test_equal_sequences_have_equal_parts(num_seqs, seq_len):
     plan = attention_plan("4bit", num_seqs=num_seqs, seq_len=seq_len)
-    tiles = -(-seq_len // constants(plan.attention)["BLOCK_T"])
-    parts = plan.attention.integers[-1]
+    parts = num_seqs * plan.num_splits
+    shared = attention_plan("4bit", num_seqs=num_seqs, seq_len=seq_len, overrides={"parts": parts})
+    assert shared.attention.integers[-1] == parts
+    # Room for one more of each sequence.
+    assert shared.attention.grid == 8 * (parts + num_seqs)
+    shape = (parts + num_seqs, 32)
+    assert [o.shape for o in shared.attention.outputs] == [(*shape, 128), (*shape, 2)]
+    assert shared.merge.integers == (parts, num_seqs)
+    tiles = -(-seq_len // constants(shared.attention)["BLOCK_T"])
     counts, longest = shares([tiles] * num_seqs, parts)
     equal = -(-tiles // plan.num_splits)
     assert longest == equal
@@ -86,8 +82,8 @@ def test_shares_of_uneven_sequences(seed):
     """No part is longer than all tiles over the parts, and there is room for all of them."""
     rng = np.random.default_rng(seed)
     lens = np.exp(rng.uniform(np.log(16), np.log(131072), 64)).astype(int)
-    plan = attention_plan("4bit", num_seqs=64, seq_len=131072)
-    parts = plan.attention.integers[-1]
+    parts = 192
+    plan = attention_plan("4bit", num_seqs=64, seq_len=131072, overrides={"parts": parts})
     tiles = [-(-int(n) // 64) for n in lens]
     counts, longest = shares(tiles, parts)
     assert sum(counts) <= plan.attention.outputs[0].shape[0]
@@ -274,9 +270,50 @@ def test_short_sequences_beside_long_ones_are_a_launch_of_their_own():
 
 @pytest.mark.parametrize("target", DEVICES)
 def test_rows_lie_on_the_m_axis_where_that_is_faster(target):
-    plan = attention_plan("4bit", target, query_len=2048, num_seqs=1)
+    plan = attention_plan("4bit", target, query_len=200, num_seqs=1)
     assert constants(plan.attention)["WIDE"] == (target == "sm_90")
     assert constants(plan.attention)["BLOCK_N"] == (128 if target == "sm_90" else 32)
+
+
+def names(plan):
+    return [launch.kernel for launch in plan.launches]
+
+
+def test_long_chunks_decode_tokens_once_piece_by_piece():
+    plan = attention_plan("4bit", query_len=2048, num_seqs=1, seq_len=32768)
+    step = ["unpack", "attention_unpacked"]
+    assert names(plan) == ["transform_query", *4 * step]
+    assert [launch.integers[-1] for launch in plan.launches[1:]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    # However long the prefix, tokens take 40 MiB, and the sums of rows 33.
+    for seq_len in (200_000, 1_000_000):
+        plan = attention_plan("4bit", query_len=2048, num_seqs=1, seq_len=seq_len)
+        outputs = {o.name: o for launch in plan.launches for o in launch.outputs}
+        size = {name: math.prod(o.shape) for name, o in outputs.items()}
+        tokens = 2 * (size["unpacked_keys"] + size["unpacked_values"]) + 4 * size["exponents"]
+        rotated = 2 * size["rotated"]
+        assert tokens + 4 * (size["sums"] + size["state"]) + rotated < 100e6
+        assert len(plan.launches) == 1 + 2 * -(-seq_len // constants(plan.attention)["PIECE"])
+    # One piece: no sums are kept.
+    plan = attention_plan("4bit", query_len=2048, num_seqs=1, seq_len=2048)
+    assert names(plan) == ["transform_query", *step]
+    assert plan.attention.outputs[0].shape[0] == 1
+
+
+@pytest.mark.parametrize("what", [
+    {"query_len": 255}, {"target": "sm_100"}, {"head_dim": 192}, {"overrides": {"unpack": 0}},
+    {"num_seqs": 30, "query_len": 300}, {"overrides": {"deterministic": "batch"}},
+], ids=str)  # fmt: skip
+def test_other_calls_decode_in_every_program(what):
+    plan = attention_plan(**{"preset": "4bit", "query_len": 2048, "num_seqs": 1, **what})
+    assert plan.attention.kernel == "attention"
+    assert plan.pieces == ()
+
+
+def test_pieces_that_cannot_be_had_are_refused():
+    with pytest.raises(ValueError, match="piece_tokens to be a multiple of 128, got 200"):
+        attention_plan(
+            "4bit", query_len=2048, num_seqs=1, overrides={"unpack": 1, "piece_tokens": 200}
+        )
 
 
 #: Constants of a launch that may differ between calls whose results have the same bits.
