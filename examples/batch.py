@@ -70,6 +70,6 @@ def pages_of(lengths: int | Sequence[int] | np.ndarray, page_size: int) -> np.nd
 
 
 def check_temperature(temperature: float) -> None:
-    """Raises ValueError unless ``temperature`` is 0 (the likeliest token) or positive."""
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature: expected 0 or a positive number, got {temperature}")
+    """Raises ValueError unless ``temperature`` is 0 (the likeliest token) or at least 1e-6."""
+    if not (math.isfinite(temperature) and (temperature == 0 or temperature >= 1e-6)):
+        raise ValueError(f"temperature: expected 0 or a number from 1e-6 on, got {temperature}")

@@ -87,6 +87,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         check_temperature(arguments.temperature)
     except ValueError as error:
         parser.error(f"--{error}")
+    if any("\udc80" <= letter <= "\udcff" for text in arguments.prompts for letter in text):
+        parser.error("PROMPT: expected text in UTF-8")
     if arguments.new_tokens < 1:
         parser.error("--new-tokens: expected at least 1")
     if not 0 <= arguments.seed < 2**32:

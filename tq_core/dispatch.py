@@ -34,10 +34,8 @@ MAX_BATCH_SCRATCH_BYTES = 2**30
 _BATCH_MERGE = (32, 64)
 #: Query rows of a program from which on they lie on the M axis of the dots.
 _WIDE = 64
-#: Scratch for the tokens of a call that are decoded once, and least tokens of a sequence in it.
-_UNPACKED_BYTES, _LEAST_PIECE = 40 * 2**20, 2048
-#: Query rows, of all heads of a group, for each sequence from which on decoding once pays.
-_MANY_ROWS = 1024
+#: Scratch for the tokens of a call that are decoded once.
+_UNPACKED_BYTES = 40 * 2**20
 #: Shared memory of an attention program besides its tiles: queries, layout changes, the driver's.
 _FIXED_SHARED = 4608
 
@@ -740,31 +738,23 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(
-    call: AttentionCall, layout: CacheLayout, device: Device, over: Mapping[str, int], width: int
+    call: AttentionCall, layout: CacheLayout, over: Mapping[str, int], width: int
 ) -> _Pieces | None:
     """The pieces of a call whose tokens are decoded once, None where each program decodes.
 
     ``width``: columns of a token's decoded key and value.
     """
-    if not (call.num_tokens and call.num_seqs and call.max_seq_len):
+    if "piece_tokens" in over and not over.get("unpack"):
+        raise ValueError("plan: piece_tokens is for unpack=1 alone")
+    if not over.get("unpack") or not (call.num_tokens and call.num_seqs and call.max_seq_len):
         return None
     tile = max(32, over.get("block_t", 128))
     most = _UNPACKED_BYTES // (2 * width * layout.num_kv_heads * call.num_seqs)
     tokens = max(tile, min(most // tile, -(-call.max_seq_len // tile)) * tile)
-    wanted = (
-        call.num_tokens * call.group >= _MANY_ROWS * call.num_seqs
-        and tokens >= min(_LEAST_PIECE, call.max_seq_len)
-        and layout.head_dim <= 128
-        and call.dtype == "bfloat16"
-        and device.kind == "cuda"
-        and device.capability == 90
-    )
-    if not over.get("unpack", wanted):
-        return None
     if call.dtype != "bfloat16":
         raise ValueError(
-            "plan: unpack=1 rounds keys, values and queries to fp16, which is precise enough for "
-            f"bfloat16, not for {call.dtype}"
+            "plan: unpack=1 rounds keys, values and queries to fp16, which is not precise enough "
+            f"for {call.dtype}"
         )
     tokens = over.get("piece_tokens", tokens)
     if tokens % tile:
@@ -943,7 +933,7 @@ def plan_attention(
     }
     unpacked = _unpacked_reader(layout, page, traits, cache_align)
     width = sum(unpacked[f"BLOCK_{x}"] * unpacked[f"{x}_CODES"] for x in ("KEY", "VALUE"))
-    pieces = None if decode or mixed or batch else _pieces(call, layout, device, over, width)
+    pieces = None if decode or mixed or batch else _pieces(call, layout, over, width)
     if pieces:
         splits, partial, early = 1, False, False
         result, state = final, lse
@@ -1200,7 +1190,7 @@ def _unpacked_launches(
 ) -> list[Launch]:
     """For each piece of the tokens: decoding, then attention of all rows over it."""
     heads, pdl = layout.num_kv_heads, shared["PDL"]
-    block_n, block_t = max(16, over.get("block_n", 128)), over.get("block_t", 128)
+    block_n, block_t = max(16, over.get("block_n", 128)), max(32, over.get("block_t", 128))
     widths = [reader[f"BLOCK_{x}"] * reader[f"{x}_CODES"] for x in ("KEY", "VALUE")]
     # What the largest decoded number of a key becomes: not above 1.
     size = {"grid": 1 / 128, "table": 1 / 4, "fp8": 1 / 2}[traits.key_kind]

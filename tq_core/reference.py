@@ -323,8 +323,8 @@ def attention(
         out[start:stop] = mixed / divisor[..., None]
         with np.errstate(divide="ignore"):
             lse[start:stop] = (np.log(total) + shift).transpose(2, 0, 1)
-    out = out.reshape(call.num_tokens, -1, layout.head_dim)
-    lse = lse.reshape(call.num_tokens, -1)
+    out = out.reshape(call.num_tokens, heads * group, layout.head_dim)
+    lse = lse.reshape(call.num_tokens, heads * group)
     return (out, lse) if return_lse else out
 
 

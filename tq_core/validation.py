@@ -189,7 +189,8 @@ def check_attention(
         max_pages=max_pages,
         scale=layout.head_dim**-0.5 if scale is None else float(scale),
         causal=causal,
-        sliding_window=None if sliding_window is None else int(sliding_window),
+        # More than any sequence has, and small enough to be added to.
+        sliding_window=None if sliding_window is None else min(int(sliding_window), 2**30),
         softcap=None if softcap is None else float(softcap),
         max_query_len=rows if max_query_len is None else min(int(max_query_len), rows),
         max_seq_len=capacity if max_seq_len is None else min(int(max_seq_len), capacity),

@@ -21,9 +21,10 @@ def check_attention(
     if query_start_loc is not None:
         _check_rows(query_start_loc, call.num_tokens)
         rows = query_start_loc.diff()
-    first = torch.where(rows > 0, 0, seq_lens)
+    # Nothing of a sequence without rows is read, its last page included.
+    first = torch.where(rows > 0, 0, seq_lens + page_size)
     if call.sliding_window is not None:
-        first = torch.maximum(first, seq_lens - rows - min(call.sliding_window, 2**30) + 1)
+        first = torch.maximum(first, seq_lens - rows - call.sliding_window + 1)
     check_pages(block_table, seq_lens, first, cache.shape[0], page_size)
 
 

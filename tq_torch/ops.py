@@ -93,10 +93,10 @@ def attention_options(
     backend: str | None,
 ) -> str:
     """The operator's argument ``options``; ``layout`` is a descriptor, ``codec`` a digest."""
-    return (
-        f"{layout}|{codec}|{causal}|{sliding_window}|{softcap}|{num_kv_splits}|{plan}|"
-        f"{backend or ''}"
-    )
+    # Symbols of a dynamic graph become numbers here.
+    window = None if sliding_window is None else int(sliding_window)
+    splits = None if num_kv_splits is None else int(num_kv_splits)
+    return f"{layout}|{codec}|{causal}|{window}|{softcap}|{splits}|{plan}|{backend or ''}"
 
 
 class _Options(NamedTuple):

@@ -280,13 +280,14 @@ def names(plan):
 
 
 def test_long_chunks_decode_tokens_once_piece_by_piece():
-    plan = attention_plan("4bit", query_len=2048, num_seqs=1, seq_len=32768)
+    unpack = {"overrides": {"unpack": 1}}
+    plan = attention_plan("4bit", query_len=2048, num_seqs=1, seq_len=32768, **unpack)
     step = ["unpack", "attention_unpacked"]
     assert names(plan) == ["transform_query", *4 * step]
     assert [launch.integers[-1] for launch in plan.launches[1:]] == [0, 0, 1, 1, 2, 2, 3, 3]
     # However long the prefix, tokens take 40 MiB, and the sums of rows 33.
     for seq_len in (200_000, 1_000_000):
-        plan = attention_plan("4bit", query_len=2048, num_seqs=1, seq_len=seq_len)
+        plan = attention_plan("4bit", query_len=2048, num_seqs=1, seq_len=seq_len, **unpack)
         outputs = {o.name: o for launch in plan.launches for o in launch.outputs}
         size = {name: math.prod(o.shape) for name, o in outputs.items()}
         tokens = 2 * (size["unpacked_keys"] + size["unpacked_values"]) + 4 * size["exponents"]
@@ -294,17 +295,14 @@ def test_long_chunks_decode_tokens_once_piece_by_piece():
         assert tokens + 4 * (size["sums"] + size["state"]) + rotated < 100e6
         assert len(plan.launches) == 1 + 2 * -(-seq_len // constants(plan.attention)["PIECE"])
     # One piece: no sums are kept.
-    plan = attention_plan("4bit", query_len=2048, num_seqs=1, seq_len=2048)
+    plan = attention_plan("4bit", query_len=2048, num_seqs=1, seq_len=2048, **unpack)
     assert names(plan) == ["transform_query", *step]
     assert plan.attention.outputs[0].shape[0] == 1
 
 
-@pytest.mark.parametrize("what", [
-    {"query_len": 255}, {"target": "sm_100"}, {"head_dim": 192}, {"overrides": {"unpack": 0}},
-    {"num_seqs": 30, "query_len": 300}, {"overrides": {"deterministic": "batch"}},
-], ids=str)  # fmt: skip
-def test_other_calls_decode_in_every_program(what):
-    plan = attention_plan(**{"preset": "4bit", "query_len": 2048, "num_seqs": 1, **what})
+@pytest.mark.parametrize("overrides", [None, {"unpack": 0}, {"deterministic": "batch"}], ids=str)
+def test_other_calls_decode_in_every_program(overrides):
+    plan = attention_plan("4bit", query_len=2048, num_seqs=1, overrides=overrides)
     assert plan.attention.kernel == "attention"
     assert plan.pieces == ()
 
@@ -314,6 +312,8 @@ def test_pieces_that_cannot_be_had_are_refused():
         attention_plan(
             "4bit", query_len=2048, num_seqs=1, overrides={"unpack": 1, "piece_tokens": 200}
         )
+    with pytest.raises(ValueError, match="piece_tokens is for unpack=1 alone"):
+        attention_plan("4bit", query_len=2048, num_seqs=1, overrides={"piece_tokens": 256})
 
 
 #: Constants of a launch that may differ between calls whose results have the same bits.

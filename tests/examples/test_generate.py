@@ -303,8 +303,9 @@ def test_draws_do_not_depend_on_the_other_sequences(module, weights):
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         ([[1] * 13], {}, "the 1 pages of 16 tokens that the cache has, .* take 2"),
         ([[1], [2]], {}, "got 2 prompts that with 4 new tokens take 2"),
-        ([[1]], {"temperature": -1.0}, "temperature: expected 0 or a positive number, got -1"),
-        ([[1]], {"temperature": float("nan")}, "temperature: expected 0 or a positive"),
+        ([[1]], {"temperature": -1.0}, "temperature: expected 0 or a number from 1e-6 on, got -1"),
+        ([[1]], {"temperature": 1e-39}, "temperature: expected 0 or a number from 1e-6 on"),
+        ([[1]], {"temperature": float("nan")}, "temperature: expected 0 or a number"),
     ],
 )
 def test_refusals(module, weights, prompts, changes, message):
@@ -381,3 +382,9 @@ def test_smollm2(preset):
     judge = llama_torch.Llama(weights)
     for prompt, tokens in zip(prompts, by_jax, strict=True):
         assert shortfall(judge, prompt, tokens, new_cache(judge, preset, [prompt], 24)) < 0.2
+
+
+def test_a_prompt_that_is_no_text_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        generate.parse(["bad\udcff"])
+    assert "UTF-8" in capsys.readouterr().err

@@ -18,14 +18,16 @@ from tests.batch import PLAN, SHORT, check_batch_invariance, invariance_cases
 from tests.cases import ATTENTION_CASES, STORE_CASES, AttentionCase, config_id, make_store_inputs
 from tests.torch.helpers import (
     attention_tensors,
+    check_a_sequence_without_rows,
     check_attention,
     check_decode,
     check_dequantize,
     check_empty_out,
     check_store,
+    check_windows_of_any_size,
     tensor,
 )
-from tq_core import QuantConfig, dispatch, kernels, why_unsupported
+from tq_core import CacheLayout, Codec, QuantConfig, dispatch, kernels, why_unsupported
 
 if not kernels.interpreted():
     pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
@@ -74,6 +76,34 @@ def test_tokens_decoded_once(case):
     case = replace(case, dtype="bfloat16")
     plan = {"unpack": 1, "block_n": 16, "block_t": 32, "piece_tokens": piece}
     check_attention(case, "interpret", plan=plan)
+
+
+PIECES = {"unpack": 1, "block_n": 16, "block_t": 32, "piece_tokens": 32}
+
+
+@pytest.mark.parametrize("plan", [None, PIECES, {"deterministic": "batch"}], ids=str)
+def test_windows_and_sequences_without_rows(plan):
+    check_windows_of_any_size("interpret", plan=plan)
+    check_a_sequence_without_rows("interpret", plan=plan)
+
+
+def test_unseen_tiles_of_large_values_count_for_nothing():
+    """A zero query's scores are all equal: only masks tell tiles apart."""
+    layout = CacheLayout(QuantConfig.preset("4bit"), 1, 64, 16)
+    codec = Codec(layout.config, 64)
+    cache = tq_torch.empty_cache(layout, 5)
+    key, value = torch.randn((2, 80, 1, 64), generator=torch.Generator().manual_seed(1))
+    value[:32] *= 6e4
+    value[32:] *= 1e-3
+    tq_torch.store(key, value, cache, torch.arange(80), layout=layout, codec=codec)
+    rows = torch.tensor([0, 80], dtype=torch.int32)
+    table, lens = torch.arange(5).int()[None], torch.tensor([80]).int()
+    call = (torch.zeros(80, 1, 64).bfloat16(), cache, table, lens, rows)
+    options = {"layout": layout, "codec": codec, "sliding_window": 4}
+    want = tq_torch.attention(*call, **options, backend="native")[36:].float()
+    have = tq_torch.attention(*call, **options, backend="interpret", plan=PIECES)[36:].float()
+    assert want.norm() > 0
+    assert (have - want).norm() <= 8e-3 * want.norm()
 
 
 @pytest.mark.parametrize("case", ATTENTION[::11], ids=str)

@@ -67,6 +67,27 @@ def check_decode(
     return out, lse
 
 
+def check_windows_of_any_size(backend: str, **options: Any) -> None:
+    """A window that is longer than any sequence changes nothing, however large."""
+    case = AttentionCase(batch=((5, 1), (6, 50), (4, 2)), dtype="bfloat16")
+    tensors = attention_tensors(case)
+    options |= {**case.options, "backend": backend}
+    want = tq_torch.attention(**tensors, **options)
+    for window in (2**30, 2**31 - 1, 2**40, 2**63):
+        have = tq_torch.attention(**tensors, **{**options, "sliding_window": window})
+        assert (have - want).norm() <= 4e-3 * want.norm()
+
+
+def check_a_sequence_without_rows(backend: str, **options: Any) -> None:
+    """Its pages may be anything: nothing reads them."""
+    case = AttentionCase(batch=((4, 50), (0, 33), (3, 20)), dtype="bfloat16")
+    tensors = attention_tensors(case)
+    want = tq_torch.attention(**tensors, **case.options, backend=backend, **options)
+    tensors["block_table"][1] = torch.iinfo(torch.int32).max
+    have = tq_torch.attention(**tensors, **case.options, backend=backend, **options)
+    assert torch.equal(have, want)
+
+
 def check_empty_out(backend: str) -> None:
     """No element of an output without rows is written, so that its strides may be 0."""
     layout = CacheLayout(QuantConfig(), 2, 64, 16)

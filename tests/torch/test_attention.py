@@ -18,7 +18,13 @@ from tests.cases import (
     AttentionCase,
     assert_close,
 )
-from tests.torch.helpers import attention_tensors, check_empty_out, to_float64
+from tests.torch.helpers import (
+    attention_tensors,
+    check_a_sequence_without_rows,
+    check_empty_out,
+    check_windows_of_any_size,
+    to_float64,
+)
 from tq_core import CacheLayout, Codec
 from tq_torch import native
 
@@ -75,6 +81,14 @@ def test_two_runs_are_bit_equal():
 
 def test_an_out_without_elements_may_have_any_strides():
     check_empty_out("native")
+
+
+def test_windows_of_any_size():
+    check_windows_of_any_size("native")
+
+
+def test_pages_of_a_sequence_without_rows_may_be_anything():
+    check_a_sequence_without_rows("native")
 
 
 def test_strides_of_query_out_and_cache_do_not_matter():

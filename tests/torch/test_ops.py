@@ -124,6 +124,20 @@ def test_compiled_decode_and_dequantize():
     assert all(torch.equal(a, b) for a, b in zip(dense, want, strict=True))
 
 
+@pytest.mark.parametrize("name", ["sliding_window", "num_kv_splits"])
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compiled_options_may_be_arguments(name, dynamic):
+    tensors = attention_tensors(DECODE)
+    layout, codec = DECODE.layout, DECODE.codec
+
+    def call(number):
+        return tq_torch.attention(**tensors, layout=layout, codec=codec, **{name: number})
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="eager")
+    for number in (3, 5):
+        assert torch.equal(compiled(number), call(number))
+
+
 def test_a_compiled_call_refuses_what_an_eager_one_does():
     layout = CacheLayout(QuantConfig.preset("4bit"), 2, 64, 16)
     codec = Codec(layout.config, 64)

@@ -66,13 +66,13 @@ def unpack(
     seq = (pid // NUM_KV_HEADS // TILES).to(tl.int64)
     place = (pid // NUM_KV_HEADS % TILES) * BLOCK_T + tl.arange(0, BLOCK_T)
     token = piece * PIECE + place
-    seq_len = tl.load(seq_lens_ptr + seq)
+    rows_ptr = query_start_loc_ptr + seq
+    num_rows = tl.load(rows_ptr + 1) - tl.load(rows_ptr)
+    # Pages of a sequence without rows need not exist, nor those before the first row's window.
+    seq_len = tl.where(num_rows > 0, tl.load(seq_lens_ptr + seq), 0)
     live = token < seq_len
     first = 0
     if WINDOW > 0:
-        # The window of the sequence's first row; pages before it need not exist.
-        rows_ptr = query_start_loc_ptr + seq
-        num_rows = tl.load(rows_ptr + 1) - tl.load(rows_ptr)
         first = seq_len - num_rows - WINDOW + 1
         live = live & (token >= first)
     wait_for_previous(PDL)
@@ -227,7 +227,9 @@ def _dense_tile(
         v = tl.load(value_at)
     exponent = tl.load(exponent_ptr + t // BLOCK_T)
     s = tl.dot(q, tl.trans(k))
-    if HAS_OFFSET or SOFTCAP > 0 or HAS_ALIBI:
+    # Scaled before masks: a tiny scale would make a masked score the largest.
+    SCALED: tl.constexpr = MASKED or HAS_OFFSET or SOFTCAP > 0 or HAS_ALIBI
+    if SCALED:
         s = s * row_scale[:, None]
         if HAS_OFFSET:
             s = s + row_const[:, None]
@@ -243,7 +245,7 @@ def _dense_tile(
         if WINDOW > 0:
             seen = seen & (token[None, :] > (position - WINDOW)[:, None])
         s = tl.where(seen, s, NEVER)
-    if HAS_OFFSET or SOFTCAP > 0 or HAS_ALIBI:
+    if SCALED:
         m_new = tl.maximum(m, tl.max(s, 1) + exponent)
         weight = tl.exp2(s + (exponent - m_new)[:, None])
     else:
