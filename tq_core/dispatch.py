@@ -815,7 +815,8 @@ def plan_attention(
         # What a tile is follows from the head and the device alone.
         columns = group
     tile = _tile(columns, reader, dim, device, over)
-    short_columns = 0 if decode or batch or "block_n" in over else _short_columns(call)
+    one_kind = decode or batch or "block_n" in over or bool(over.get("unpack"))
+    short_columns = 0 if one_kind else _short_columns(call)
     short_tile = _tile(short_columns, reader, dim, device, over) if short_columns else tile
     mixed = short_tile.block_n < tile.block_n
 
@@ -933,7 +934,11 @@ def plan_attention(
     }
     unpacked = _unpacked_reader(layout, page, traits, cache_align)
     width = sum(unpacked[f"BLOCK_{x}"] * unpacked[f"{x}_CODES"] for x in ("KEY", "VALUE"))
-    pieces = None if decode or mixed or batch else _pieces(call, layout, over, width)
+    if over.get("unpack") and (decode or batch or "num_splits" in over or parts):
+        raise ValueError(
+            "plan: unpack=1 is for attention() alone, without KV splits or deterministic='batch'"
+        )
+    pieces = _pieces(call, layout, over, width)
     if pieces:
         splits, partial, early = 1, False, False
         result, state = final, lse

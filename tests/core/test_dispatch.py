@@ -312,6 +312,11 @@ def test_pieces_that_cannot_be_had_are_refused():
         attention_plan(
             "4bit", query_len=2048, num_seqs=1, overrides={"unpack": 1, "piece_tokens": 200}
         )
+    for what in ({"num_splits": 2}, {"deterministic": "batch"}):
+        with pytest.raises(ValueError, match=r"unpack=1 is for attention\(\) alone"):
+            attention_plan("4bit", query_len=2048, num_seqs=1, overrides={"unpack": 1, **what})
+    with pytest.raises(ValueError, match=r"unpack=1 is for attention\(\) alone"):
+        attention_plan("4bit", overrides={"unpack": 1})
     with pytest.raises(ValueError, match="piece_tokens is for unpack=1 alone"):
         attention_plan("4bit", query_len=2048, num_seqs=1, overrides={"piece_tokens": 256})
 
