@@ -2,11 +2,11 @@
 
 One pool of pages is read three ways: by sequences whose lengths are log-uniform from ``--shortest``
 to ``--longest``; by as many of one length that have as many tokens; and by those of ``--shape``,
-bounded by their length and by ``--longest``. Each is timed with the plan that a call gets, which
-has equal parts of every sequence, with as many parts in shares of the lengths (``parts``), and with
-results that do not depend on the batch. `ratio` is to the
-default plan of the second or, for the third, of the same sequences. Outputs are compared with fp64
-attention before anything is timed; gate and timing are those of `decode`.
+bounded by their length and by ``--longest``. Each is timed with the plan that a call gets, whose
+parts are shares of the lengths, with as many equal parts of every sequence (``num_splits``), and
+with results that do not depend on the batch. `ratio` is the time of a byte over that of the default
+plan of the second or, for the third, of the same sequences with their own bound. Outputs are
+compared with fp64 attention before anything is timed; gate and timing are those of `decode`.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def measure(
         data = view(pool, work)
         item = gpu.Item(shape._replace(L=work.bound), preset, size, pool.layout.order, 1)
         splits = providers.plan_of(query, data, item).num_splits
-        parts = dict.fromkeys([shape.B * splits, *(arguments.parts or [])])
-        plans: list[tuple[tuple[str, Any], ...]] = [(), BATCH, *((("parts", n),) for n in parts)]
+        plans: list[tuple[tuple[str, Any], ...]] = [(), (("num_splits", splits),), BATCH]
+        plans += [(("parts", n),) for n in arguments.parts or []]
         for plan in plans:
             name = " ".join(f"{n}={v}" for n, v in plan)
             try:

@@ -25,6 +25,10 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _EARLY_PROGRAMS = 4
 #: Programs of a store, so many that each multiprocessor has several.
 _STORE_PROGRAMS = 1024
+#: Tiles of a sequence up to which it is not worth cutting, and programs a multiprocessor that
+#: uneven sequences are cut into.
+_FEW_TILES = 32
+_UNEVEN_PROGRAMS = 22
 #: Most sequences whose shares a program computes from their lengths.
 _SHARED_SEQS = 1024
 #: Where results must not depend on the batch: tokens of a KV split, scratch at most, and splits
@@ -730,6 +734,31 @@ def _num_splits(
     return _splits(max(1, programs), tiles, device.num_sms, slots, most)
 
 
+def _num_parts(
+    call: AttentionCall, tile: _Tile, device: Device, splits: int, programs: int, part_bytes: int
+) -> tuple[int, int]:
+    """Parts of all sequences together where they may differ in length, and how much finer then.
+
+    Args:
+        call, tile, device: as in `plan_attention`.
+        splits: of each sequence, were they equal.
+        programs, part_bytes: of a part, and of its partial sums.
+
+    Returns:
+        the parts of equal sequences, as many as ``splits``, and ``FINER`` of `shares`; 0 and 1
+        where each sequence has ``splits``, as few programs do: starting more takes them time.
+    """
+    longest = -(-call.max_seq_len // tile.block_t)
+    parts = splits * call.num_seqs
+    most = MAX_SCRATCH_BYTES // part_bytes - call.num_seqs
+    few_tiles = splits == 1 and longest <= _FEW_TILES
+    few_programs = programs * parts <= _EARLY_PROGRAMS * device.num_sms
+    if call.num_seqs < 2 or few_tiles or few_programs or parts > most:
+        return 0, 1
+    wanted = -(-_UNEVEN_PROGRAMS * device.num_sms // (programs * parts))
+    return parts, max(1, min(wanted, 3, most // parts))
+
+
 class _Pieces(NamedTuple):
     """How a call decodes its tokens once: tokens of a piece, and number of pieces at most."""
 
@@ -795,7 +824,7 @@ def plan_attention(
             (whether kernels let the next one start early), ``unpack`` (whether tokens are decoded
             once, to a scratch, before they are attended) and ``piece_tokens`` (of that scratch);
             ``parts`` of all sequences together, in shares of their lengths, where each has one
-            block of rows.
+            block of rows; where neither parts nor splits are given, what they would be decides.
             ``deterministic="batch"``: the bits of a row's result depend on its own sequence alone;
             KV splits then have ``split_tokens`` each, and the other overrides are a part of what
             fixes the bits.
@@ -804,6 +833,7 @@ def plan_attention(
         ValueError: an override that no kernel can run, or that says something else than another.
     """
     over, batch = _overrides(overrides)
+    equal = "num_splits" in over or call.num_kv_splits is not None
     if decode and not over and not batch:
         over = _measured(call, layout, traits, device)
     page = _page_constexprs(layout, page_stride)
@@ -844,26 +874,31 @@ def plan_attention(
         )
 
     coded = traits.has_value_matrix
-    parts, block_b = 0, 0
+    parts, finer, block_b = 0, 1, 0
     # Partial sums of a part: of all heads of a row, or of all blocks of a sequence's rows.
     part_rows = call.num_query_heads if decode else heads * tile.block_n
+    blocks = -(-group // tile.block_n) if decode else 1
+    one_block = not mixed and (decode or columns <= tile.block_n)
+    can_share = one_block and not (batch or equal) and 1 <= call.num_seqs <= _SHARED_SEQS
     if "parts" in over:
-        equal = "num_splits" in over or call.num_kv_splits is not None
-        one_block = not mixed and (decode or columns <= tile.block_n)
-        if batch or equal or not one_block or not 1 <= call.num_seqs <= _SHARED_SEQS:
+        if not can_share:
             raise ValueError(
                 f"plan: parts is for 1 to {_SHARED_SEQS} sequences of a block of rows each, "
                 "without a number of splits of each or deterministic='batch'"
             )
         parts = over["parts"]
+    elif can_share and not over.get("unpack") and tile.block_n < _WIDE:
+        parts, finer = _num_parts(call, tile, device, splits, heads * blocks, 4 * part_rows * dim)
+    most_parts = parts * finer + call.num_seqs
+    if parts:
         block_b = next(n for n in (64, 256, _SHARED_SEQS) if n >= call.num_seqs)
-        num_blocks = (parts + call.num_seqs) * (-(-group // tile.block_n) if decode else 1)
+        num_blocks = most_parts * blocks
     partial = splits > 1 or batch or parts > 0
     pdl = device.kind == "cuda" and device.capability >= 90
     # Where few programs wait, they leave those before them the room they need. With 16 query rows
     # a program (and four times the programs of `merge`) that was slower throughout.
     attention_grid = num_blocks * heads * (1 if parts else splits)
-    idle = call.num_seqs * heads if parts else 0
+    idle = (most_parts - parts) * blocks * heads if parts else 0
     few_programs = attention_grid - idle <= _EARLY_PROGRAMS * device.num_sms
     few_programs = few_programs and tile.block_n <= 8
     early = pdl and not mixed and bool(over.get("early", partial and few_programs))
@@ -879,10 +914,13 @@ def plan_attention(
     result, state = final, lse
     if partial:
         shape = (rows, splits)
+        state_shape = shape
         if parts:
-            shape = (parts + call.num_seqs, part_rows)
+            shape = (most_parts, part_rows)
+            # Behind them, where the parts of each token's rows are.
+            state_shape = (shape[0] + -(-call.num_tokens // part_rows), part_rows)
         result = Buffer("partial", (*shape, dim), "float32")
-        state = Buffer("state", (*shape, 2), "float32")
+        state = Buffer("state", (*state_shape, 2), "float32")
     # An array that a kernel has no use for is one that is there anyway.
     sinks, slopes = (
         "sinks" if has_sinks else "row_terms",
@@ -915,6 +953,7 @@ def plan_attention(
         "WIDE": tile.block_n >= _WIDE,
         "SPLIT_TILES": split_tiles,
         "BLOCK_B": block_b,
+        "FINER": finer,
         "PREFETCH": early and _is_prefetched(page, layout, tile.block_t, cache_align),
         **page,
         **reader,
@@ -1040,9 +1079,7 @@ def plan_attention(
                 OUT_STRIDE_N=final_strides[0],
                 OUT_STRIDE_H=final_strides[1],
                 OUT_STRIDE_D=final_strides[2],
-                WINDOW=(call.sliding_window or 0) if shared else 0,
-                BLOCK_B=block_b if shared else 0,
-                BLOCK_T=tile.block_t if shared else 0,
+                FINER=finer if shared else 0,
                 BLOCK_S=block_s,
                 BLOCK_D=merge_d,
                 SPARSE=batch,
@@ -1056,7 +1093,7 @@ def plan_attention(
     merge = short = short_merge = output = None
     if partial:
         starts = "query_start_loc" if parts and not decode else "row_terms"
-        inputs = ("partial", "state", sinks, starts, "seq_lens", "row_terms", "row_terms")
+        inputs = ("partial", "state", sinks, starts, "row_terms", "row_terms")
         block_n = tile.block_n if parts and not decode else 1
         merge = merge_of(rows, splits, inputs, ONE_BLOCK=False, BLOCK_N=block_n)
     if mixed:
@@ -1087,9 +1124,7 @@ def plan_attention(
             num_warps=short_tile.warps,
             num_stages=short_tile.stages,
         )  # fmt: skip
-        inputs = (
-            "short_partial", "short_state", sinks, "query_start_loc", "seq_lens", final.name, "lse",
-        )  # fmt: skip
+        inputs = ("short_partial", "short_state", sinks, "query_start_loc", final.name, "lse")
         short_merge = merge_of(part_shape[0], short_splits, inputs, ONE_BLOCK=True, BLOCK_N=block_n)
     if coded:
         output = Launch(

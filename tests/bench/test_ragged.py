@@ -54,11 +54,11 @@ def test_plans_reach_the_calls(on_cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(providers, "tq", recorded)
     path = tmp_path / "ragged.csv"
     assert run(path, "--parts", "7") == 0
-    parts = asked[2]["parts"]
-    assert asked[:4] == [None, {"deterministic": "batch"}, {"parts": parts}, {"parts": 7}]
+    splits = asked[1]["num_splits"]
+    assert asked[:4] == [None, {"num_splits": splits}, {"deterministic": "batch"}, {"parts": 7}]
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [r["plan"] for r in rows[:4]] == [
-        "", "deterministic=batch", f"parts={parts}", "parts=7"
+        "", f"num_splits={splits}", "deterministic=batch", "parts=7"
     ]  # fmt: skip
 
 

@@ -41,37 +41,53 @@ def test_splits(num_seqs, seq_len):
     assert plan.num_splits in SPLITS
     tiles = -(-seq_len // 64)
     assert plan.num_splits <= tiles
-    assert plan.attention.grid == 8 * num_seqs * plan.num_splits
-    assert (plan.merge is None) == (plan.num_splits == 1)
-    assert plan.attention.integers[-1] == plan.num_splits
+    attention = constants(plan.attention)
+    if attention["BLOCK_B"]:
+        assert num_seqs > 1
+        assert attention["BLOCK_B"] >= num_seqs
+        parts = num_seqs * plan.num_splits
+        assert plan.attention.integers[-1] == parts
+        # Room for one more of each sequence, and for finer ones.
+        places = parts * attention["FINER"] + num_seqs
+        assert plan.attention.grid == 8 * places
+        assert plan.merge.integers == (parts, num_seqs)
+        assert constants(plan.merge)["FINER"] == attention["FINER"]
+        sums, state = (output.shape for output in plan.attention.outputs)
+        assert sums == (places, 32, 128)
+        # Two numbers of each token behind the states.
+        assert 32 * (state[0] - places) >= num_seqs
+        assert state[1:] == (32, 2)
+    else:
+        # One sequence, short ones that are not cut, or few programs.
+        few = 8 * num_seqs * plan.num_splits <= 4 * H200.num_sms
+        assert num_seqs == 1 or few or (plan.num_splits == 1 and tiles <= 32)
+        assert plan.attention.grid == 8 * num_seqs * plan.num_splits
+        assert (plan.merge is None) == (plan.num_splits == 1)
+        assert plan.attention.integers[-1] == plan.num_splits
+        if plan.merge is not None:
+            shape = (num_seqs * 32, plan.num_splits)
+            assert [o.shape for o in plan.attention.outputs] == [(*shape, 128), (*shape, 2)]
+            assert constants(plan.merge)["BLOCK_S"] >= plan.num_splits
     if plan.merge is not None:
-        shape = (num_seqs * 32, plan.num_splits)
-        assert [o.shape for o in plan.attention.outputs] == [(*shape, 128), (*shape, 2)]
-        assert 4 * 128 * math.prod(shape) <= MAX_SCRATCH_BYTES
-        assert constants(plan.merge)["BLOCK_S"] >= plan.num_splits
+        assert 4 * math.prod(plan.attention.outputs[0].shape) <= MAX_SCRATCH_BYTES
 
 
-def shares(tiles, parts):
+def shares(tiles, parts, finer=1):
     """The parts of each sequence, and tiles of the longest part, as the kernels compute them."""
+    if max(tiles) * len(tiles) > 2 * sum(tiles):
+        parts *= finer
     size = max(-(-sum(tiles) // parts), 1)
-    counts = [-(-n // size) for n in tiles]
-    longest = max((-(-n // c) for n, c in zip(tiles, counts, strict=True) if n), default=0)
+    counts = [max(-(-n // size), 1) for n in tiles]
+    longest = max(-(-n // c) for n, c in zip(tiles, counts, strict=True))
     return counts, longest
 
 
-@pytest.mark.parametrize("num_seqs, seq_len", [(2, 4096), (8, 8192), (64, 8192), (200, 8193)])
+@pytest.mark.parametrize("num_seqs, seq_len", [(2, 131072), (8, 32768), (64, 8192), (200, 8193)])
 def test_equal_sequences_have_equal_parts(num_seqs, seq_len):
     plan = attention_plan("4bit", num_seqs=num_seqs, seq_len=seq_len)
-    parts = num_seqs * plan.num_splits
-    shared = attention_plan("4bit", num_seqs=num_seqs, seq_len=seq_len, overrides={"parts": parts})
-    assert shared.attention.integers[-1] == parts
-    # Room for one more of each sequence.
-    assert shared.attention.grid == 8 * (parts + num_seqs)
-    shape = (parts + num_seqs, 32)
-    assert [o.shape for o in shared.attention.outputs] == [(*shape, 128), (*shape, 2)]
-    assert shared.merge.integers == (parts, num_seqs)
-    tiles = -(-seq_len // constants(shared.attention)["BLOCK_T"])
-    counts, longest = shares([tiles] * num_seqs, parts)
+    tiles = -(-seq_len // constants(plan.attention)["BLOCK_T"])
+    parts, finer = plan.attention.integers[-1], constants(plan.attention)["FINER"]
+    counts, longest = shares([tiles] * num_seqs, parts, finer)
     equal = -(-tiles // plan.num_splits)
     assert longest == equal
     assert set(counts) == {-(-tiles // equal)}
@@ -82,12 +98,14 @@ def test_shares_of_uneven_sequences(seed):
     """No part is longer than all tiles over the parts, and there is room for all of them."""
     rng = np.random.default_rng(seed)
     lens = np.exp(rng.uniform(np.log(16), np.log(131072), 64)).astype(int)
-    parts = 192
-    plan = attention_plan("4bit", num_seqs=64, seq_len=131072, overrides={"parts": parts})
-    tiles = [-(-int(n) // 64) for n in lens]
-    counts, longest = shares(tiles, parts)
-    assert sum(counts) <= plan.attention.outputs[0].shape[0]
-    assert longest <= -(-sum(tiles) // parts)
+    for overrides in ({"parts": 192}, None):
+        plan = attention_plan("4bit", num_seqs=64, seq_len=131072, overrides=overrides)
+        parts, finer = plan.attention.integers[-1], constants(plan.attention)["FINER"]
+        assert (parts, finer) == (192, 1) if overrides else finer == 3
+        tiles = [-(-int(n) // 64) for n in lens]
+        counts, longest = shares(tiles, parts, finer)
+        assert sum(counts) <= plan.attention.outputs[0].shape[0]
+        assert longest <= -(-sum(tiles) // (parts * finer))
 
 
 def test_splits_that_are_asked_for_are_equal_parts():

@@ -39,6 +39,8 @@ from tq_core.kernels.shares import pick, shares
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEVER = tl.constexpr(-1.0e30)
+#: Parts of a sequence that `merge` loads at once where there are no more.
+FEW_PARTS = tl.constexpr(4)
 
 
 @triton.jit
@@ -486,7 +488,7 @@ def attention(
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
-    SPLIT_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, BLOCK_B: tl.constexpr, FINER: tl.constexpr,
 ):  # fmt: skip
     """One (block of query rows, KV head, KV split).
 
@@ -504,7 +506,9 @@ def attention(
     ``BLOCK_B``: at least B, where a block has all rows of a sequence, or with ``DECODE``:
     ``num_splits`` is the number of parts that all sequences together are cut into, in shares of
     their lengths (`shares`), and partial sums are ``[parts, Hk, BLOCK_N, ...]``, with ``DECODE``
-    ``[parts, Hq, ...]``; 0: each sequence has ``num_splits``.
+    ``[parts, Hq, ...]``, for ``num_splits * FINER + B`` parts; behind them ``lse_ptr`` has int32
+    ``(place of the first part of its first head, number of parts)`` of each token.
+    0: each sequence has ``num_splits``.
     """
     let_next_start(EARLY)
     pid = tl.program_id(0)
@@ -519,12 +523,12 @@ def attention(
         block = pid // NUM_KV_HEADS
         unit = block // BLOCKS
         seq_len_b, parts_b, end_b = shares(
-            seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T
+            seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T, FINER
         )
         seq = tl.sum((end_b <= unit).to(tl.int32), 0)
         if seq >= num_seqs:
-            wait_for_previous(PDL)
             return
+        all_parts = num_splits * FINER + num_seqs
         num_splits = pick(parts_b, seq)
         split = unit - pick(end_b, seq) + num_splits
         seq_len = pick(seq_len_b, seq)
@@ -644,6 +648,14 @@ def attention(
                 KEY_HEAD_STRIDE, META_BASE, META_HEAD_STRIDE, BLOCK_T,
             )  # fmt: skip
     wait_for_previous(PDL)
+    if BLOCK_B > 0:
+        if (split == 0) & (head == 0):
+            PART_ROWS: tl.constexpr = NUM_QUERY_HEADS if DECODE else NUM_KV_HEADS * BLOCK_N
+            first_part = unit * PART_ROWS + (row * 0 if DECODE else row * GROUP)
+            table_ptr = typed_ptr(lse_ptr, 4) + all_parts.to(tl.int64) * PART_ROWS * 2
+            table_ptr = table_ptr + (first_row + row).to(tl.int64) * 2
+            tl.store(table_ptr, first_part, mask=mask_n)
+            tl.store(table_ptr + 1, num_splits + row * 0, mask=mask_n)
     if SPLIT_TILES > 0:
         if start >= stop:
             tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
@@ -800,16 +812,44 @@ def attention(
             tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
+@triton.jit
+def _add_splits(
+    first, num_splits, o, top, mass, part_ptr, state_ptr, stride, offs_d, mask_d,
+    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, SPARSE: tl.constexpr,
+):  # fmt: skip
+    """The output, maximum and sum of a row with ``BLOCK_S`` more splits, from ``first`` on."""
+    offs_s = first + tl.arange(0, BLOCK_S)
+    mask_s = offs_s < num_splits
+    at_s = offs_s * stride
+    l = tl.load(state_ptr + at_s * 2 + 1, mask=mask_s, other=0.0)
+    if SPARSE:
+        mask_s = l != 0
+    part = tl.load(
+        part_ptr + at_s[:, None] * HEAD_DIM + offs_d[None, :],
+        mask=mask_s[:, None] & mask_d[None, :],
+        other=0.0,
+    )
+    m = tl.load(state_ptr + at_s * 2, mask=mask_s, other=NEVER)
+    # What a split that saw nothing left in its place is not a number to count on.
+    live = l != 0
+    m = tl.where(live, m, NEVER)
+    new_top = tl.maximum(top, tl.max(m, 0))
+    weight = tl.exp2(m - new_top)
+    decay = tl.exp2(top - new_top)
+    mass = mass * decay + tl.sum(weight * l, 0)
+    part = tl.where(live[:, None], part * weight[:, None], 0.0)
+    return o * decay + tl.sum(part, 0), new_top, mass
+
+
 @triton.jit(do_not_specialize=["num_splits", "num_seqs"])
 def merge(
-    part_ptr, state_ptr, sinks_ptr, query_start_loc_ptr, seq_lens_ptr, previous_out_ptr,
-    previous_lse_ptr,
+    part_ptr, state_ptr, sinks_ptr, query_start_loc_ptr, previous_out_ptr, previous_lse_ptr,
     num_splits, num_seqs,
     out_ptr, lse_ptr,
     DECODE: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
+    FINER: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SPARSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of one row from the partial sums of its splits; the sink is counted here.
@@ -817,8 +857,8 @@ def merge(
     A program is one warp and has ``BLOCK_D`` coordinates; ``BLOCK_S`` splits are loaded at once.
     ``ONE_BLOCK``: of the rows of `attention` with that flag; the others stay as they are, in
     ``previous_out_ptr`` and ``previous_lse_ptr``, which are the outputs.
-    ``BLOCK_B``: of sequences whose splits are as many as `attention` with that constant found;
-    ``DECODE`` and ``BLOCK_N`` are as there.
+    ``FINER``: of sequences that share ``num_splits`` parts as `attention` with ``BLOCK_B`` says;
+    ``DECODE`` and ``BLOCK_N`` are as there. 0: each has ``num_splits``.
     ``SPARSE``: most splits may have seen nothing: their sums are not read.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
@@ -842,25 +882,21 @@ def merge(
     mask_d = offs_d < HEAD_DIM
     stride = 1
     first_part = part_row * num_splits
-    if BLOCK_B > 0:
-        token = (row // NUM_QUERY_HEADS).to(tl.int32)
+    if FINER > 0:
+        stride = NUM_QUERY_HEADS if DECODE else NUM_QUERY_HEADS // GROUP * BLOCK_N
+        token = row // NUM_QUERY_HEADS
+        table_ptr = typed_ptr(state_ptr, 4)
+        table_ptr = table_ptr + (num_splits * FINER + num_seqs).to(tl.int64) * stride * 2
+        wait_for_previous(PDL)
+        first_part = tl.load(table_ptr + token * 2).to(tl.int64)
+        num_splits = tl.load(table_ptr + token * 2 + 1)
         if DECODE:
-            seq = token
-            stride = NUM_QUERY_HEADS
-            place = head
+            first_part = first_part + head
         else:
-            # Rows past the last sequence have none, and then no splits.
-            offs_b = tl.arange(0, BLOCK_B)
-            starts_ptr = query_start_loc_ptr + offs_b
-            stop_b = tl.load(starts_ptr + 1, mask=offs_b < num_seqs, other=2**31 - 1)
-            seq = tl.sum((stop_b <= token).to(tl.int32), 0)
-            start_b = tl.load(starts_ptr, mask=offs_b < num_seqs, other=0)
-            stride = NUM_QUERY_HEADS // GROUP * BLOCK_N
-            place = head // GROUP * BLOCK_N + head % GROUP
-            place = place + (token - pick(start_b, seq)) * GROUP
-        _, parts_b, end_b = shares(seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T)
-        num_splits = pick(parts_b, seq)
-        first_part = (pick(end_b, seq) - num_splits).to(tl.int64) * stride + place
+            first_part = first_part + head // GROUP * BLOCK_N + head % GROUP
+            # Rows past the last sequence have no parts, and nothing was written for them.
+            past = token >= tl.load(query_start_loc_ptr + num_seqs)
+            num_splits = tl.where(past, 0, num_splits)
     state_ptr = state_ptr + first_part * 2
     part_ptr = part_ptr + first_part * HEAD_DIM
     top = NEVER
@@ -871,30 +907,21 @@ def merge(
         top = tl.where(sink == float("-inf"), NEVER, sink)
     mass = 0.0
     o = tl.zeros([BLOCK_D], tl.float32)
-    wait_for_previous(PDL)
+    if FINER == 0:
+        wait_for_previous(PDL)
+    if FINER > 0 and BLOCK_S > FEW_PARTS:
+        # Most sequences have few parts where some have many.
+        if num_splits <= FEW_PARTS:
+            o, top, mass = _add_splits(
+                0, num_splits, o, top, mass, part_ptr, state_ptr, stride, offs_d, mask_d, HEAD_DIM,
+                FEW_PARTS, SPARSE,
+            )  # fmt: skip
+            num_splits = 0
     for first in range(0, num_splits, BLOCK_S):
-        offs_s = first + tl.arange(0, BLOCK_S)
-        mask_s = offs_s < num_splits
-        at_s = offs_s * stride
-        l = tl.load(state_ptr + at_s * 2 + 1, mask=mask_s, other=0.0)
-        if SPARSE:
-            mask_s = l != 0
-        part = tl.load(
-            part_ptr + at_s[:, None] * HEAD_DIM + offs_d[None, :],
-            mask=mask_s[:, None] & mask_d[None, :],
-            other=0.0,
-        )
-        m = tl.load(state_ptr + at_s * 2, mask=mask_s, other=NEVER)
-        # What a split that saw nothing left in its place is not a number to count on.
-        live = l != 0
-        m = tl.where(live, m, NEVER)
-        new_top = tl.maximum(top, tl.max(m, 0))
-        weight = tl.exp2(m - new_top)
-        decay = tl.exp2(top - new_top)
-        mass = mass * decay + tl.sum(weight * l, 0)
-        part = tl.where(live[:, None], part * weight[:, None], 0.0)
-        o = o * decay + tl.sum(part, 0)
-        top = new_top
+        o, top, mass = _add_splits(
+            first, num_splits, o, top, mass, part_ptr, state_ptr, stride, offs_d, mask_d, HEAD_DIM,
+            BLOCK_S, SPARSE,
+        )  # fmt: skip
     total = mass
     if HAS_SINKS:
         total = total + tl.exp2(sink - top)
