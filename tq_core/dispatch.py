@@ -824,7 +824,8 @@ def plan_attention(
             (whether kernels let the next one start early), ``unpack`` (whether tokens are decoded
             once, to a scratch, before they are attended) and ``piece_tokens`` (of that scratch);
             ``parts`` of all sequences together, in shares of their lengths, where each has one
-            block of rows; where neither parts nor splits are given, what they would be decides.
+            block of rows: by default as many as equal splits would be, more for uneven lengths,
+            where that gives many programs.
             ``deterministic="batch"``: the bits of a row's result depend on its own sequence alone;
             KV splits then have ``split_tokens`` each, and the other overrides are a part of what
             fixes the bits.

@@ -149,12 +149,14 @@ def test_parts_of_a_few_rows_each(case):
 #: 200 and 1000 lengths are more than fit one load of 64.
 @pytest.mark.parametrize("num_seqs", [2, 64, 200, 1000])
 @pytest.mark.parametrize("features", [{}, {"sliding_window": 600, "sinks": True}], ids=str)
-def test_many_sequences_of_uneven_lengths(num_seqs, features):
+@pytest.mark.parametrize("default", [False, True], ids=["parts", "default"])
+def test_many_sequences_of_uneven_lengths(num_seqs, features, default):
     lens = [(1, 1 + (37 * i * i) % 120 + 4500 * (i % 97 == 1)) for i in range(num_seqs)]
     case = AttentionCase(
         FLAGSHIP, 128, 64, num_kv_heads=1, dtype="float16", batch=tuple(lens), **features
     )
-    plan = {"parts": 2 * num_seqs}
+    # By default uneven lengths have finer parts, here from 200 sequences on.
+    plan = None if default else {"parts": 2 * num_seqs}
     first = check_decode(case, "triton", "cuda", plan=plan)
     again = check_decode(case, "triton", "cuda", plan=plan)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -140,6 +140,32 @@ def test_parts_of_uneven_lengths(features):
     check_decode(replace(case, **features), "interpret", plan=plan)
 
 
+@pytest.mark.parametrize(
+    "lens",
+    [(1, 1000, 0, 64, 300, 90, 17, 5, 33, 65), tuple(range(991, 1001))],
+    ids=["uneven", "equal"],
+)
+def test_uneven_lengths_have_finer_parts(lens, monkeypatch):
+    """Without a plan; equal lengths have as many parts as splits in the same kernel."""
+    # Here a few programs are as many as a multiprocessor is given.
+    monkeypatch.setattr(dispatch, "_UNEVEN_PROGRAMS", 1000)
+    finer = []
+    plan_attention = dispatch.plan_attention
+
+    def recorded(*args, **kwargs):
+        plan = plan_attention(*args, **kwargs)
+        finer.append(dict(plan.attention.constexprs)["FINER"])
+        return plan
+
+    monkeypatch.setattr(dispatch, "plan_attention", recorded)
+    # Another head size than the other cases have: none of their plans is at hand.
+    case = AttentionCase(
+        head_dim=48, num_kv_heads=1, group=2, batch=tuple((1, n) for n in lens), dtype="float16"
+    )
+    check_decode(case, "interpret")
+    assert finer == [3]
+
+
 @pytest.mark.parametrize("features", [
     {}, {"sliding_window": 100, "sinks": True, "padding_rows": 3}, {"group": 3, "num_kv_heads": 2},
     {"padding_rows": 2, "batch": ((0, 40), (1, 300), (0, 0), (3, 2), (1, 0), (0, 9))},
