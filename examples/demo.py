@@ -19,8 +19,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from examples import evaluate
-from examples.tokenizer import encode, load_tokenizer
-from examples.weights import LlamaConfig, ModelUnavailable, UnsupportedModel, load_model
+from examples.tokenizer import encode, load_or_exit
+from examples.weights import LlamaConfig
 from tq_core import PRESETS, QuantConfig
 
 DATA = Path(__file__).parent / "data"
@@ -69,12 +69,7 @@ class Report:
 def main(argv: list[str] | None = None) -> int:
     """Runs the demo; returns the exit code."""
     arguments = parse(argv)
-    try:
-        weights, path = load_model(arguments.model)
-        tokenizer = load_tokenizer(path)
-    except (ModelUnavailable, UnsupportedModel) as error:
-        print(error, file=sys.stderr)
-        return 2
+    weights, tokenizer, path = load_or_exit(arguments.model)
     config = weights.config
     text = Path(arguments.text or DATA / "austen.txt").read_text(encoding="utf-8")
     ids = encode(tokenizer, text, config.bos_id)[: arguments.tokens]

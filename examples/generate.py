@@ -12,8 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from examples.batch import check_temperature
-from examples.tokenizer import encode, load_tokenizer
-from examples.weights import ModelUnavailable, UnsupportedModel, load_model
+from examples.tokenizer import encode, load_or_exit
 from tq_core import QuantConfig
 
 UNCOMPRESSED = "none"
@@ -22,12 +21,7 @@ UNCOMPRESSED = "none"
 def main(argv: list[str] | None = None) -> int:
     """Writes the texts; returns the exit code."""
     arguments = parse(argv)
-    try:
-        weights, path = load_model(arguments.model)
-        tokenizer = load_tokenizer(path)
-    except (ModelUnavailable, UnsupportedModel) as error:
-        print(error, file=sys.stderr)
-        return 2
+    weights, tokenizer, path = load_or_exit(arguments.model)
     prompts = [encode(tokenizer, text, weights.config.bos_id) for text in arguments.prompts]
     if not all(prompts):
         print("PROMPT: expected at least 1 token in each", file=sys.stderr)

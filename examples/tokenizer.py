@@ -1,12 +1,24 @@
-"""Text to token ids and back, with the ``tokenizers`` package alone."""
+"""Text to token ids and back, with the ``tokenizers`` package alone; a model with its tokenizer."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
-from examples.weights import UnsupportedModel
+from examples.weights import LlamaWeights, ModelUnavailable, UnsupportedModel, load_model
 
 _CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of tokens such as <|im_start|>
+
+
+def load_or_exit(model: str | Path | None) -> tuple[LlamaWeights, Any, Path]:
+    """Weights, tokenizer and path for a command, or its end: the reason on stderr, exit code 2."""
+    try:
+        weights, path = load_model(model)
+        return weights, load_tokenizer(path), path
+    except (ModelUnavailable, UnsupportedModel) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 def load_tokenizer(model: str | Path):

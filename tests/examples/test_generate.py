@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from examples import generate, llama_jax, llama_torch
+from examples import demo, generate, llama_jax, llama_torch
 from examples.batch import pack
 from examples.tokenizer import encode, load_tokenizer
 from examples.weights import load_model
@@ -382,6 +382,16 @@ def test_smollm2(preset):
     judge = llama_torch.Llama(weights)
     for prompt, tokens in zip(prompts, by_jax, strict=True):
         assert shortfall(judge, prompt, tokens, new_cache(judge, preset, [prompt], 24)) < 0.2
+
+
+@pytest.mark.parametrize("command", [generate.main, demo.main], ids=["generate", "demo"])
+def test_a_model_without_a_tokenizer_is_refused(tmp_path, capsys, command):
+    write_checkpoint(tmp_path, make_weights())
+    prompt = ["w1"] if command is generate.main else []
+    with pytest.raises(SystemExit) as error:
+        command([*prompt, "--model", str(tmp_path)])
+    assert error.value.code == 2
+    assert capsys.readouterr() == ("", f"{tmp_path} holds no tokenizer.json\n")
 
 
 def test_a_prompt_that_is_no_text_is_refused(capsys):
