@@ -18,7 +18,7 @@ from tests.cases import (
     assert_close,
     expected,
 )
-from tests.jax.helpers import attention_arrays, temp_bytes, to_float64
+from tests.jax.helpers import FAST_COMPILE, attention_arrays, temp_bytes, to_float64
 from tq_core import CacheLayout, Codec, reference
 from tq_jax import native
 
@@ -30,9 +30,16 @@ CASE = AttentionCase(sliding_window=16, sinks=True)
 def test_attention(case):
     arrays = attention_arrays(case)
     call = partial(tq_jax.attention, **case.options, return_lse=True)
-    out, lse = jax.jit(call)(**arrays)
+    out, lse = jax.jit(call, compiler_options=FAST_COMPILE)(**arrays)
     assert out.dtype == arrays["query"].dtype
     assert lse.dtype == jnp.float32
+    assert_close(to_float64(out), lse, case)
+
+
+@pytest.mark.parametrize("preset", PRESET_CONFIGS)
+def test_attention_eagerly_with_default_compilation(preset):
+    case = AttentionCase(PRESET_CONFIGS[preset], dtype="bfloat16", sinks=True, page_size=3)
+    out, lse = tq_jax.attention(**attention_arrays(case), **case.options, return_lse=True)
     assert_close(to_float64(out), lse, case)
 
 

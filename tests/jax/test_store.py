@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import combinations
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,24 @@ def stored(case: StoreCase, inputs: StoreInputs, slots=None, store=tq_jax.store)
     return np.asarray(cache)
 
 
-@pytest.mark.parametrize("case", STORE_CASES, ids=str)
+def _table():
+    """All cases; slow are those of which every two of key, value and head_dim are met in others.
+
+    Keys and values are packed by themselves, so that three at once prove little more.
+    """
+    tables = [list(dict.fromkeys(values)) for values in zip(*map(_three, STORE_CASES), strict=True)]
+    for case in STORE_CASES:
+        place = sum(map(list.index, tables, _three(case)))
+        plain = not str(case.extras) and not case.seed
+        yield pytest.param(case, marks=[pytest.mark.slow] if plain and place % 3 != 1 else [])
+
+
+def _three(case):
+    config = case.config
+    return (config.key, config.key_packing), config.value, case.head_dim
+
+
+@pytest.mark.parametrize("case", list(_table()), ids=str)
 def test_store(case):
     inputs = make_store_inputs(case)
     store = partial(jax.jit, static_argnames=("layout", "codec"), compiler_options=FAST_COMPILE)(
@@ -94,6 +112,18 @@ def test_affine_values_that_lie_between_two_codes_round_up(value_format, rng):
     steps[..., 0], steps[..., 1] = 0, levels
     value = steps * scale
     assert np.array_equal(*store_both(config, np.zeros_like(value), value))
+
+
+def test_fast_cases_have_all_pairs():
+    def pairs(cases):
+        return {pair for case in cases for pair in combinations(enumerate(_three(case)), 2)}
+
+    def places(cases):
+        return {(c.order, c.page_size, c.dtype, c.num_kv_heads) for c in cases}
+
+    fast = [param.values[0] for param in _table() if not param.marks]
+    assert pairs(fast) == pairs(STORE_CASES)
+    assert places(fast) == places(STORE_CASES)
 
 
 BASE = StoreCase(PRESET_CONFIGS["4bit"], 64)
