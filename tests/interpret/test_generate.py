@@ -8,10 +8,13 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from examples import llama_jax
 from tests.examples.models import make_prompts, make_weights, shortfall, with_ends
+from tests.interpret.speed import patch_the_language_once
 from tq_core import QuantConfig, kernels
 
 if not kernels.interpreted():
     pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+patch_the_language_once()
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 import tq_torch
 from tests.batch import PLAN, SHORT, check_batch_invariance, invariance_cases
 from tests.cases import ATTENTION_CASES, STORE_CASES, AttentionCase, config_id, make_store_inputs
+from tests.interpret.speed import patch_the_language_once
 from tests.torch.helpers import (
     attention_tensors,
     check_a_sequence_without_rows,
@@ -31,6 +32,8 @@ from tq_core import CacheLayout, Codec, QuantConfig, dispatch, kernels, why_unsu
 
 if not kernels.interpreted():
     pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+patch_the_language_once()
 
 # Numpy computes both sides of a choice and says so of the side that is not taken.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

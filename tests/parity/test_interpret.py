@@ -13,6 +13,7 @@ import jax
 
 import tq_jax
 from tests.cases import TOLERANCE
+from tests.interpret.speed import patch_the_language_once
 from tests.jax.helpers import attention_arrays
 from tests.parity.calls import ATTENTION, FRAMEWORKS, STORE, assert_same_bits, cover, shorter
 from tq_core import kernels
@@ -20,6 +21,8 @@ from tq_torch import ops
 
 if not kernels.interpreted():
     pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+patch_the_language_once()
 
 # Numpy computes both sides of a choice and says so of the side that is not taken.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
