@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from bench import (
+    calibrated,
     chunk,
     cpu,
     decode,
@@ -19,7 +20,9 @@ from bench import (
     tune,
 )
 
-MODULES = (cpu, decode, ragged, chunk, store, mixed, launch, frameworks, model, tune, report)
+MODULES = (
+    cpu, decode, calibrated, ragged, chunk, store, mixed, launch, frameworks, model, tune, report,
+)  # fmt: skip
 
 
 def main() -> int:

@@ -195,14 +195,21 @@ class Cache(NamedTuple):
     lens: Tensor
 
 
-def make_cache(shape: Shape, preset: str, page_size: int, order: str | None, fill: bool) -> Cache:
+def make_cache(
+    shape: Shape,
+    preset: str,
+    page_size: int,
+    order: str | None,
+    fill: bool,
+    codec: Codec | None = None,
+) -> Cache:
     """Random tokens in random pages, at most ``DISTINCT_TOKENS`` different ones.
 
     Without ``fill`` all sequences share the pages of one, whose bytes are whatever they were: the
     kernels that run are the same, since none depends on the number of pages.
     """
     layout = CacheLayout(QuantConfig.preset(preset), shape.Hk, shape.D, page_size, order)
-    codec = Codec(layout.config, shape.D)
+    codec = codec or Codec(layout.config, shape.D)
     width = -(-shape.L // page_size)
     num_pages = shape.B * width if fill else width
     generator = torch.Generator(device=DEVICE).manual_seed(0)

@@ -8,12 +8,20 @@ bf16 cache without padding; ratios are to the fastest of them.
 
 Before anything is timed, the logits of a small model, decoded token by token, are compared with
 those over a bf16 cache of the same history. A row without times says that its cache and the weights
-do not fit into the device's memory together.
+do not fit into the device's memory together. `peak_bytes` is what the timed steps had allocated at
+most, weights and caches included; making these may have taken more.
+
+Besides ``--batch`` times ``--lengths`` three other things can be measured, told apart by `what`:
+
+* ``--fit``: the largest batch that the device's memory holds with each cache.
+* ``--generate N``: N tokens, each the argmax of the step before.
+* ``--jax``: the same model in JAX.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,16 +41,21 @@ from tq_core import CacheLayout, QuantConfig
 HELP = "a decode step of a whole model on a GPU beside bf16 attention"
 COLUMNS = (
     "date", "commit", "device", "driver", "torch", "triton", "jax", "provider", "preset", "dtype",
-    "layers", "B", "L", "Hk", "g", "D", "page_size", "us_median", "us_spread", "tokens_per_second",
-    "cache_bytes", "ratio_to_bf16",
+    "what", "layers", "B", "L", "Hk", "g", "D", "page_size", "us_median", "us_spread",
+    "tokens_per_second", "cache_bytes", "peak_bytes", "ratio_to_bf16",
 )  # fmt: skip
 OURS = "tq_torch"
+#: Times of a job's providers, whose memory peaks are those after its caches were made.
+Timed = list[tuple[str, gpu.Timing]]
 #: Preset of the small model whose logits are compared.
 GATE_PRESET = "k8v8"
 GATE_STEPS = 20
 #: Largest relative error of its logits: those of bf16 and of the new tokens' formats.
 TOLERANCE = 1.5e-2
 ROPE_THETA = 500000.0
+#: What is measured where nothing is asked for: steps; generations and what fits.
+BATCHES = "1,16,64", "1,16"
+LENGTHS = "8192,32768,131072", "32768"
 EPSILON = 1e-5
 
 #: What a model calls in a layer: stores key and value ``[B, Hk, D]``, attends with the query.
@@ -77,13 +90,28 @@ class Job(NamedTuple):
     page_size: int
 
     @property
+    def layout(self) -> CacheLayout:
+        """That of a packed cache."""
+        return CacheLayout(
+            QuantConfig.preset(self.preset), self.shape.Hk, self.shape.D, self.page_size
+        )
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the tokens in all layers."""
         shape = self.shape
         if not self.preset:
             return self.config.layers * shape.bf16_bytes
-        layout = CacheLayout(QuantConfig.preset(self.preset), shape.Hk, shape.D, self.page_size)
-        return self.config.layers * shape.B * shape.L * layout.bytes_per_token
+        return self.config.layers * shape.B * shape.L * self.layout.bytes_per_token
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The columns that say what is timed."""
+        return {
+            "preset": self.preset, "dtype": "bfloat16", "layers": self.config.layers,
+            **self.shape._asdict(), "page_size": self.page_size if self.preset else "",
+            "cache_bytes": self.cache_bytes,
+        }  # fmt: skip
 
 
 class Layer(NamedTuple):
@@ -125,12 +153,13 @@ class Model:
         exponents = torch.arange(0, dim, 2, device=gpu.DEVICE) / dim
         self.inv_freq = ROPE_THETA**-exponents
 
-    def __call__(self, ids: Tensor, length: int, attend: Attend) -> Tensor:
-        """Logits ``[B, vocab]`` of ids ``[B]``, each the last of ``length`` tokens."""
+    def __call__(self, ids: Tensor, length: int | Tensor, attend: Attend) -> Tensor:
+        """Logits ``[B, vocab]`` of ids ``[B]``, each the last of ``length`` tokens, or ``[B]``."""
         heads, kv_heads, dim = self.config[2:5]
-        angle = self.inv_freq * (length - 1)
+        position = length - 1
+        angle = self.inv_freq * (position if isinstance(position, int) else position[:, None, None])
         cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-        cos, sin = torch.cat((cos, cos)), torch.cat((-sin, sin))
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         x = F.embedding(ids, self.embedding)
         for index, layer in enumerate(self.layers):
             qkv = F.linear(norm(x, layer.attention_norm), layer.qkv).view(len(x), -1, dim)
@@ -165,9 +194,15 @@ def dense(length: int, caches: Sequence[Tensor], backend: SDPBackend) -> Attend:
 
 def packed(length: int, data: gpu.Cache, caches: Sequence[Tensor]) -> Attend:
     """The first ``length`` tokens of packed caches, one a layer, that share a block table."""
-    page, slot = divmod(length - 1, data.layout.page_size)
-    slots = data.table[:, page].long() * data.layout.page_size + slot
-    lens = torch.full_like(data.lens, length)
+    return packed_at(torch.full_like(data.lens, length), data, caches)
+
+
+def packed_at(lens: Tensor, data: gpu.Cache, caches: Sequence[Tensor]) -> Attend:
+    """The first ``lens`` ``[B]`` tokens of each sequence; graphs read them when replayed."""
+    page_size = data.layout.page_size
+    position = lens.long() - 1
+    pages = data.table.gather(1, (position // page_size)[:, None])[:, 0]
+    slots = pages.long() * page_size + position % page_size
     what: dict[str, Any] = {"layout": data.layout, "codec": data.codec, "backend": gpu.BACKEND}
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -220,9 +255,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, listed, positive = parser.add_argument, gpu.listed, gpu.positive
     numbers: dict[str, Any] = {"type": listed(positive), "metavar": "NUMBERS"}
     add("--presets", type=listed(gpu.preset), default="4bit,k8v4,3bit", help="comma-separated")
-    add("--batch", default="1,16,64", help="sequences, comma-separated", **numbers)
-    add("--lengths", default="8192,32768,131072", help="tokens of each, comma-separated", **numbers)
-    add("--most-tokens", type=positive, default=2**21, help="leaves out larger batches")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument(
+        "--fit", action="store_true",
+        help="one sequence, then the largest batch that fits with a bf16 cache, with the presets "
+        "too, then the largest batch of each preset; --batch is without effect",
+    )  # fmt: skip
+    one.add_argument(
+        "--generate", type=positive, metavar="N", default=None,
+        help="N steps that feed their tokens back, up to --lengths; a step is a replay of a CUDA "
+        "graph, and tq_torch's is one graph, which counts the lengths on the device; tokens must "
+        "be those of eager calls",
+    )  # fmt: skip
+    one.add_argument(
+        "--jax", action="store_true",
+        help="the model in JAX: tq_jax beside jax.nn.dot_product_attention, whole generations in "
+        "a jitted loop with donated caches; the time of a step is that of 2N steps less that of "
+        "N, over N",
+    )  # fmt: skip
+    add("--jax-steps", type=positive, metavar="N", default=16, help="N of --jax")
+    add(
+        "--batch", default=None, **numbers,
+        help=f"sequences, comma-separated; if not given {BATCHES[0]}, with --generate or --jax "
+        f"{BATCHES[1]}",
+    )  # fmt: skip
+    add(
+        "--lengths", default=None, **numbers,
+        help=f"tokens of each, comma-separated; if not given {LENGTHS[0]}, with --fit, --generate "
+        f"or --jax {LENGTHS[1]}",
+    )  # fmt: skip
+    add(
+        "--most-tokens", type=positive, default=2**21,
+        help="leaves out larger batches; without effect on --fit",
+    )  # fmt: skip
     add("--page-size", type=positive, default=64, help="tokens a page")
     add("--layers", type=positive, default=LLAMA.layers, help="layers of the model")
     add("--rounds", type=rounds, default=8, help="replays of three steps timed, >= 2")
@@ -238,20 +303,45 @@ def rounds(text: str) -> int:
     return int(text)
 
 
-@torch.inference_mode()
+def shapes_of(arguments: argparse.Namespace, config: Config) -> list[gpu.Shape]:
+    """What is asked for; ``--fit`` starts from one sequence of each length."""
+    other = arguments.fit or arguments.jax or arguments.generate is not None
+    numbers = gpu.listed(gpu.positive)
+    lengths = arguments.lengths or numbers(LENGTHS[other])
+    if arguments.fit:
+        return [config.shape(1, length) for length in lengths]
+    return [
+        config.shape(batch, length)
+        for batch in arguments.batch or numbers(BATCHES[other])
+        for length in lengths
+        if batch * length <= arguments.most_tokens
+    ]
+
+
 def run(arguments: argparse.Namespace) -> int:
     if not gpu.require_gpu():
         return 2
     config = LLAMA._replace(layers=arguments.layers)
-    shapes = [
-        config.shape(batch, length)
-        for batch in arguments.batch
-        for length in arguments.lengths
-        if batch * length <= arguments.most_tokens
-    ]
+    shapes = shapes_of(arguments, config)
     if not shapes:
         print(f"no batch has at most {arguments.most_tokens} tokens")
         return 2
+    steps = 2 * arguments.jax_steps if arguments.jax else arguments.generate or 0
+    if short := [s.L for s in shapes if steps > s.L]:
+        print(f"{steps} steps end at a length of at least {steps}, not at {short[0]}")
+        return 2
+    if arguments.jax:
+        from bench import model_jax  # it imports JAX
+
+        return model_jax.run(arguments, config, shapes)
+    return run_torch(arguments, config, shapes)
+
+
+@torch.inference_mode()
+def run_torch(arguments: argparse.Namespace, config: Config, shapes: Sequence[gpu.Shape]) -> int:
+    """Everything but ``--jax``."""
+    from bench import model_fit, model_generate  # they import this module
+
     page_size = arguments.page_size
     errors = gate(config, page_size)
     print(f"logits of a small model, tq_torch's with {GATE_PRESET}, against SDPA without a kernel")
@@ -260,23 +350,51 @@ def run(arguments: argparse.Namespace) -> int:
     if not errors[OURS] <= TOLERANCE:
         print("nothing was timed or written")
         return 1
+    clean()
     peers = {b: name for b, name in SDPA.items() if errors.get(name, 0.0) <= TOLERANCE}
+    if arguments.fit:
+        return model_fit.run(arguments, config, shapes, peers)
     jobs = [Job(config, s, preset, page_size) for s in shapes for preset in arguments.presets]
     largest = max(s.L * s.Hk * s.D for s in shapes)
     gpu.in_workers(warm, jobs, arguments.jobs, 4 * largest + 2**28)
-    model = Model(config)
+    what, how = "step", timed_steps
+    if arguments.generate is not None:
+        what = f"generate {arguments.generate}"
+        how = partial(model_generate.timed, steps=arguments.generate)
+    made = Model(config)
     environment = gpu.environment(arguments.commit)
+    wrong = False
     for shape in shapes:
         skipped: dict[str, str] = {}
-        rows = []
+        rows: list[dict[str, Any]] = []
         for job in [Job(config, shape, "", page_size), *(j for j in jobs if j.shape == shape)]:
-            rows += measure(model, job, peers, arguments.rounds, skipped)
-            torch.cuda.empty_cache()
-        show(shape, with_ratios(rows))
+            new = measure(made, job, peers, arguments.rounds, skipped, how)
+            with_ratios(rows, new)
+            fields = {**environment, "what": what}
+            gpu.append_csv(arguments.csv, [{**fields, **row} for row in new], COLUMNS)
+            rows += new
+        show(shape, rows)
         for name, reason in skipped.items():
-            print(f"{name}: not timed, {reason}")
-        gpu.append_csv(arguments.csv, [{**environment, **row} for row in rows], COLUMNS)
-    return 0
+            print(f"{name}: not timed, {reason}", flush=True)
+        wrong |= model_generate.OTHER_TOKENS in skipped.values()
+    return 1 if wrong else 0
+
+
+def clean() -> None:
+    """Gives back to the device what nothing holds any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def made_caches() -> None:
+    """To be called when caches are made: peaks count from here."""
+    clean()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def no_room(reason: str) -> bool:
+    """Whether an error's text says that memory is short; not only torch's allocator says so."""
+    return "out of memory" in reason.lower() or "OutOfMemory" in reason or "ALLOC_FAILED" in reason
 
 
 @torch.inference_mode()
@@ -292,17 +410,39 @@ def warm(job: Job) -> str | None:
     return None
 
 
-def runs_of(model: Model, job: Job, peers: Mapping[SDPBackend, str]) -> list[gpu.Run]:
+def packed_caches(job: Job, shared: bool = False) -> tuple[gpu.Cache, list[Tensor]]:
+    """What reads them, and caches of all layers; ``shared``: one that all layers use.
+
+    The first is filled with tokens and copied: what filling it takes is given back before there are
+    others.
+    """
+    data = gpu.make_cache(job.shape, job.preset, job.page_size, None, fill=True)
+    return data, per_layer(data.cache, job.config.layers, shared)
+
+
+def dense_caches(job: Job, shared: bool = False) -> list[Tensor]:
+    """Contiguous bf16 caches ``[2, B, Hk, L, D]`` likewise."""
+    shape = job.shape
+    size = (2, shape.B, shape.Hk, shape.L, shape.D)
+    first = torch.empty(size, dtype=torch.bfloat16, device=gpu.DEVICE).normal_()
+    return per_layer(first, job.config.layers, shared)
+
+
+def per_layer(first: Tensor, layers: int, shared: bool) -> list[Tensor]:
+    """``first`` and copies of it."""
+    torch.cuda.empty_cache()
+    return [first, *(first if shared else first.clone() for _ in range(1, layers))]
+
+
+def runs_of(
+    model: Model, job: Job, peers: Mapping[SDPBackend, str], shared: bool = False
+) -> list[gpu.Run]:
     """Steps over new caches: one, or over bf16 caches one of each peer."""
-    shape, layers = job.shape, range(1, job.config.layers)
+    shape = job.shape
     if job.preset:
-        data = gpu.make_cache(shape, job.preset, job.page_size, None, fill=True)
-        caches = [data.cache, *(data.cache.clone() for _ in layers)]
-        attends = {OURS: packed(shape.L, data, caches)}
+        attends = {OURS: packed(shape.L, *packed_caches(job, shared))}
     else:
-        size = (2, shape.B, shape.Hk, shape.L, shape.D)
-        both = torch.empty(size, dtype=torch.bfloat16, device=gpu.DEVICE).normal_()
-        caches = [both, *(both.clone() for _ in layers)]
+        caches = dense_caches(job, shared)
         attends = {name: dense(shape.L, caches, backend) for backend, name in peers.items()}
     ids = make_ids(model, shape.B)
 
@@ -317,45 +457,62 @@ def runs_of(model: Model, job: Job, peers: Mapping[SDPBackend, str]) -> list[gpu
     ]
 
 
+def timed_steps(
+    model: Model,
+    job: Job,
+    peers: Mapping[SDPBackend, str],
+    rounds: int,
+    skipped: dict[str, str],
+) -> Timed:
+    """Times of the same step again and again."""
+    runs = runs_of(model, job, peers)
+    made_caches()
+    return [(run.provider, timing) for run, timing in gpu.time_runs(runs, rounds, skipped)]
+
+
 def measure(
     model: Model,
     job: Job,
     peers: Mapping[SDPBackend, str],
     rounds: int,
     skipped: dict[str, str],
+    how: Callable[..., Timed] = timed_steps,
 ) -> list[dict[str, Any]]:
-    """Rows of a job's providers; of those that cannot be captured, ``skipped`` gets the reason.
+    """Rows of a job's providers; of those that cannot be timed, ``skipped`` gets the reason.
 
-    Where the caches do not fit into the memory, the times are empty.
+    Where the caches, or any provider with them, do not fit into the memory, the times are empty.
     """
-    row = {
-        "preset": job.preset, "dtype": "bfloat16", "layers": job.config.layers,
-        **job.shape._asdict(), "page_size": job.page_size if job.preset else "",
-        "cache_bytes": job.cache_bytes,
-    }  # fmt: skip
-    blank = dict.fromkeys(("us_median", "us_spread", "tokens_per_second"), "")
-    names = [OURS] if job.preset else list(peers.values())
+    reasons: dict[str, str] = {}
     try:
-        timed = gpu.time_runs(runs_of(model, job, peers), rounds, skipped)
-    except torch.OutOfMemoryError:
-        return [{**row, **blank, "provider": name} for name in names]
+        timed = how(model, job, peers, rounds, reasons)
+        peak = torch.cuda.max_memory_allocated()
+    except RuntimeError as error:
+        if not no_room(gpu.reason_of(error)):
+            raise
+        timed, reasons = [], {"": gpu.reason_of(error)}
+    clean()
+    if not timed and any(map(no_room, reasons.values())):
+        blank = dict.fromkeys(("us_median", "us_spread", "tokens_per_second", "peak_bytes"), "")
+        names = [OURS] if job.preset else list(peers.values())
+        return [{**job.row, **blank, "provider": name} for name in names]
+    skipped |= reasons
     return [
         {
-            **row, "provider": run.provider, "us_median": timing.median,
+            **job.row, "provider": provider, "us_median": timing.median,
             "us_spread": timing.spread, "tokens_per_second": 1e6 * job.shape.B / timing.median,
+            "peak_bytes": peak,
         }
-        for run, timing in timed
+        for provider, timing in timed
     ]  # fmt: skip
 
 
-def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds the speed in units of the fastest bf16 provider's."""
-    timed = [r for r in rows if r["us_median"] != ""]
+def with_ratios(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
+    """Adds the speed of ``rows`` in units of the fastest bf16 provider's, there or ``before``."""
+    timed = [r for r in (*before, *rows) if r["us_median"] != ""]
     best = min((r["us_median"] for r in timed if not r["preset"]), default=None)
     for row in rows:
         known = best is not None and row["us_median"] != ""
         row["ratio_to_bf16"] = best / row["us_median"] if known else ""
-    return rows
 
 
 def show(shape: gpu.Shape, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -366,10 +523,13 @@ def show(shape: gpu.Shape, rows: Sequence[Mapping[str, Any]]) -> None:
         name = " ".join(filter(None, (row["provider"], row["preset"] or row["dtype"])))
         gigabytes = f"{row['cache_bytes'] / 1e9:.2f}"
         if row["us_median"] == "":
-            lines.append((name, "skipped: out of memory", "", "", gigabytes, ""))
+            lines.append((name, "skipped: out of memory", "", "", gigabytes, "", ""))
             continue
         times = f"{row['us_median']:.0f}", f"{row['us_spread']:.0f}"
         ratio = row["ratio_to_bf16"]
         speed = f"{row['tokens_per_second']:.1f}"
-        lines.append((name, *times, speed, gigabytes, f"{ratio:.2f}" if ratio != "" else ""))
-    print_table(("", "us", "25-75 %", "tokens/s", "cache GB", "x bf16"), lines)
+        peak = row["peak_bytes"]
+        shown = f"{peak / 1e9:.2f}" if peak != "" else ""
+        against = f"{ratio:.2f}" if ratio != "" else ""
+        lines.append((name, *times, speed, gigabytes, shown, against))
+    print_table(("", "us", "25-75 %", "tokens/s", "cache GB", "peak GB", "x bf16"), lines)

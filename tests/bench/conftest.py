@@ -48,6 +48,8 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12345)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a processor")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     return captured

@@ -18,8 +18,8 @@ from examples.weights import LlamaConfig, LlamaWeights
 from tq_core import CacheLayout, QuantConfig
 
 HEADER = (
-    "date,commit,device,driver,torch,triton,jax,provider,preset,dtype,layers,B,L,Hk,g,D,page_size,"
-    "us_median,us_spread,tokens_per_second,cache_bytes,ratio_to_bf16"
+    "date,commit,device,driver,torch,triton,jax,provider,preset,dtype,what,layers,B,L,Hk,g,D,"
+    "page_size,us_median,us_spread,tokens_per_second,cache_bytes,peak_bytes,ratio_to_bf16"
 )
 TINY = model.Config(layers=2, width=64, heads=4, kv_heads=2, head_dim=32, mlp=96, vocab=50)
 WORDS = ("--presets", "4bit,k8v8", "--batch", "1,3", "--lengths", "37", "--page-size", "16")
@@ -54,14 +54,29 @@ def rows_of(path):
 def test_defaults():
     made = arguments()
     assert (made.presets, made.layers, made.page_size) == (["4bit", "k8v4", "3bit"], 32, 64)
-    shapes = [(b, n) for b in made.batch for n in made.lengths if b * n <= made.most_tokens]
-    assert shapes == [
-        (batch, length)
+    assert model.shapes_of(made, model.LLAMA) == [
+        model.LLAMA.shape(batch, length)
         for batch in (1, 16, 64)
         for length in (8192, 32768, 131072)
         if (batch, length) != (64, 131072)
     ]
     assert model.LLAMA.shape(64, 8192) == gpu.Shape(64, 8192, 8, 4, 128)
+
+
+@pytest.mark.parametrize(
+    "words, batches",
+    [(("--fit",), [1]), (("--generate", "8"), [1, 16]), (("--jax",), [1, 16]),
+     (("--jax", "--batch", "4"), [4])],
+)  # fmt: skip
+def test_defaults_of_other_measurements(words, batches):
+    shapes = model.shapes_of(arguments(*words), model.LLAMA)
+    assert [(s.B, s.L) for s in shapes] == [(batch, 32768) for batch in batches]
+
+
+def test_one_measurement_a_run(capsys):
+    with pytest.raises(SystemExit):
+        arguments("--fit", "--jax")
+    assert "not allowed with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [("--rounds", "1"), ("--batch", "0"), ("--presets", "5bit")])
@@ -85,9 +100,26 @@ def test_columns():
 
 def test_ratios_are_those_to_the_fastest_bf16():
     times = [("", 8.0), ("", 4.0), ("", ""), ("4bit", 2.0), ("k8v8", "")]
-    rows = model.with_ratios([{"preset": p, "us_median": t} for p, t in times])
+    rows = [{"preset": p, "us_median": t} for p, t in times]
+    model.with_ratios([], rows)
     assert [r["ratio_to_bf16"] for r in rows] == [0.5, 1.0, "", 2.0, ""]
-    assert model.with_ratios(rows[2:])[1]["ratio_to_bf16"] == ""
+    model.with_ratios([], rows[2:])
+    assert rows[3]["ratio_to_bf16"] == ""
+    model.with_ratios(rows[:3], rows[3:])
+    assert rows[3]["ratio_to_bf16"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "reason, expected",
+    [
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("RuntimeError: Triton Error [CUDA]: out of memory", True),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", True),
+        ("RuntimeError: No available kernel. Aborting execution.", False),
+    ],
+)
+def test_no_room(reason, expected):
+    assert model.no_room(reason) == expected
 
 
 # --- the model ----------------------------------------------------------------------------------
@@ -162,6 +194,7 @@ def test_run_measures_and_reports(on_cpu, tmp_path, capsys):
         for rest in ((FLASH, "", ""), ("tq_torch", "4bit", "16"), ("tq_torch", "k8v8", "16"))
     ]
     assert {(r["commit"], r["layers"], r["L"], r["g"]) for r in rows} == {("abc", "2", "37", "2")}
+    assert {(r["what"], r["peak_bytes"]) for r in rows} == {("step", "12345")}
     slot_bytes = CacheLayout(QuantConfig.preset("4bit"), 2, 32, 16).bytes_per_token
     assert int(rows[3]["cache_bytes"]) == 2 * 3 * 37 * 2 * 32 * 4
     assert int(rows[4]["cache_bytes"]) == 2 * 3 * 37 * slot_bytes
@@ -210,10 +243,41 @@ def test_layers_have_their_own_caches(on_cpu, monkeypatch):
     monkeypatch.setattr(model, "dense", lambda length, caches, backend: seen.append(caches))
     monkeypatch.setattr(model, "packed", lambda length, data, caches: seen.append(caches))
     made = model.Model(TINY)
-    for preset in ("", "4bit"):
-        job = model.Job(TINY, TINY.shape(3, 37), preset, 16)
-        model.runs_of(made, job, {SDPBackend.MATH: "peer"})
-    assert len({cache.data_ptr() for caches in seen for cache in caches}) == 2 * TINY.layers
+    for shared, expected in ((False, 2 * TINY.layers), (True, 2)):
+        seen.clear()
+        for preset in ("", "4bit"):
+            job = model.Job(TINY, TINY.shape(3, 37), preset, 16)
+            model.runs_of(made, job, {SDPBackend.MATH: "peer"}, shared=shared)
+        assert [len(caches) for caches in seen] == [TINY.layers] * 2
+        assert len({cache.data_ptr() for caches in seen for cache in caches}) == expected
+
+
+@pytest.mark.parametrize("kind", ["RuntimeError", "OutOfMemoryError"])
+def test_what_fails_in_capture(kind, on_cpu, monkeypatch):
+    """One is a reason, the other a row without times."""
+
+    def fails(run):
+        raise getattr(torch, kind, RuntimeError)("a reason")
+
+    monkeypatch.setattr(gpu, "capture", fails)
+    job = model.Job(TINY, TINY.shape(1, 37), "4bit", 16)
+    skipped = {}
+    with torch.inference_mode():
+        rows = model.measure(model.Model(TINY), job, {}, 2, skipped)
+    if kind == "RuntimeError":
+        assert (rows, list(skipped.values())) == ([], ["RuntimeError: a reason"])
+    else:
+        assert ([r["us_median"] for r in rows], skipped) == ([""], {})
+
+
+def test_other_errors_are_not_hidden(on_cpu, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(model, "runs_of", fails)
+    job = model.Job(TINY, TINY.shape(1, 37), "4bit", 16)
+    with pytest.raises(RuntimeError, match="illegal"):
+        model.measure(None, job, {}, 2, {})
 
 
 def test_no_shape_is_refused(on_cpu, tmp_path, capsys):
