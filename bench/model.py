@@ -11,11 +11,8 @@ those over a bf16 cache of the same history. A row without times says that its c
 do not fit into the device's memory together. `peak_bytes` is what the timed steps had allocated at
 most, weights and caches included; making these may have taken more.
 
-Besides ``--batch`` times ``--lengths`` three other things can be measured, told apart by `what`:
-
-* ``--fit``: the largest batch that the device's memory holds with each cache.
-* ``--generate N``: N tokens, each the argmax of the step before.
-* ``--jax``: the same model in JAX.
+Instead of one step at each ``--batch`` and length, ``--fit`` measures the largest batches that the
+memory holds, ``--generate`` steps that feed their tokens back, ``--jax`` the same in JAX.
 """
 
 from __future__ import annotations

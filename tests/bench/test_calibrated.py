@@ -71,9 +71,28 @@ def test_wrong_output_is_not_recorded(on_cpu, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(calibrated.providers.tq_torch, "decode_attention", off)
     path = tmp_path / "rows.csv"
     assert run(path) == 1
-    assert not path.exists()
-    assert "keys and values, Shape(B=3" in capsys.readouterr().out
-    assert not on_cpu
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [r["codec"] for r in rows] == ["plain", "keys"] * 2
+    output = capsys.readouterr().out
+    assert "4bit planes P16 keys and values, Shape(B=3" in output
+    assert output.count("expected at most 0.004: not timed") == 2
+    assert len(on_cpu) == 4
+
+
+def test_without_the_plain_codec_there_is_no_ratio(on_cpu, monkeypatch):
+    prepared = calibrated.prepared
+
+    def refuses(job, fill):
+        if job.codec == calibrated.PLAIN:
+            raise ValueError("refused")
+        return prepared(job, fill)
+
+    monkeypatch.setattr(calibrated, "prepared", refuses)
+    with torch.inference_mode():
+        rows, problems = calibrated.measure(gpu.Item(SHAPE, "4bit", 16, "planes", 1), 20)
+    assert [r["ratio_to_plain"] for r in rows] == ["", ""]
+    assert len(problems) == 1
+    assert problems[0].endswith("ValueError: refused")
 
 
 def test_warming_makes_the_calls_of_a_run(on_cpu):

@@ -9,7 +9,7 @@ import torch
 
 import bench.__main__ as command_line
 from bench import gpu, model, model_fit
-from tests.bench.test_model import FLASH, TINY
+from tests.bench.test_model import CUDNN, FLASH, TINY
 
 WORDS = ("--presets", "4bit,k8v8", "--lengths", "37", "--page-size", "16", "--rounds", "2")
 BF16 = model.Job(TINY, TINY.shape(1, 37), "", 16)
@@ -20,6 +20,7 @@ def memory(on_cpu, monkeypatch):
     """A device with room for so many bf16 sequences; a longer batch does not fit."""
     free = [5 * model_fit.sequence_bytes(BF16) + 100]
     monkeypatch.setattr(model, "LLAMA", TINY)
+    monkeypatch.setattr(model, "gate", lambda *args: {"tq_torch": 0.0, FLASH: 0.0, CUDNN: 1.0})
     monkeypatch.setattr(model_fit, "MARGIN", 0)
     monkeypatch.setattr(model_fit, "FIRST_GUESS", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 2**40))

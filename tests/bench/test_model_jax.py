@@ -65,9 +65,8 @@ def test_the_model_is_that_in_torch(on_cpu):
         assert gpu.relative_error(have, want) < 2e-2
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_gate(page_size, on_cpu):
-    errors = model_jax.gate(TINY, page_size)
+def test_gate(on_cpu):
+    errors = model_jax.gate(TINY, 64)
     assert errors["tq_jax"] <= model.TOLERANCE
     for peer in (model_jax.CUDNN, model_jax.WHOLE):
         assert isinstance(errors[peer.name], str)
@@ -140,7 +139,9 @@ def test_peak(monkeypatch):
     assert model_jax.peak_bytes(Program) == 1110
 
 
-def test_rows(on_cpu, tmp_path, capsys):
+def test_rows(on_cpu, tmp_path, capsys, monkeypatch):
+    errors = {"tq_jax": 1e-3, "jax cudnn": "no cuDNN", "jax cudnn, all slots": 1.0}
+    monkeypatch.setattr(model_jax, "gate", lambda *args: errors)
     path = tmp_path / "rows.csv"
     assert run(path) == 0
     rows = list(csv.DictReader(path.read_text().splitlines()))
@@ -152,19 +153,24 @@ def test_rows(on_cpu, tmp_path, capsys):
     ]
     assert all(r["us_median"] for r in rows)
     output = capsys.readouterr().out
-    assert "jax cudnn: does not run, " in output
+    assert "jax cudnn: does not run, no cuDNN" in output
     assert "compiled in" in output
 
 
 def test_failed_gate_times_and_writes_nothing(on_cpu, tmp_path, capsys, monkeypatch):
-    attend = model_jax.tq_jax.decode_attention
-    monkeypatch.setattr(
-        model_jax.tq_jax, "decode_attention", lambda *a, **what: attend(*a, **what) * 1.1
-    )
+    monkeypatch.setattr(model_jax, "gate", lambda *args: {"tq_jax": math.nan})
     path = tmp_path / "rows.csv"
     assert run(path) == 1
     assert not path.exists()
     assert "nothing was timed or written" in capsys.readouterr().out
+
+
+def test_gate_sees_wrong_attention(on_cpu, monkeypatch):
+    attend = model_jax.tq_jax.decode_attention
+    monkeypatch.setattr(
+        model_jax.tq_jax, "decode_attention", lambda *a, **what: attend(*a, **what) * 1.1
+    )
+    assert model_jax.gate(TINY, 16)["tq_jax"] > model.TOLERANCE
 
 
 @pytest.mark.parametrize("reason, rows", [("RESOURCE_EXHAUSTED: Out of memory", 1), ("other", 0)])
