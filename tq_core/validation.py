@@ -66,10 +66,15 @@ class AttentionCall:
     num_kv_splits: int | None
 
 
-def check_codec(layout: CacheLayout, codec: Codec) -> None:
-    """Layout and codec describe the same bytes."""
+def check_layout(layout: Any) -> None:
+    """It is one."""
     if not isinstance(layout, CacheLayout):
         raise TypeError(f"layout: expected a CacheLayout, got {type(layout).__name__}")
+
+
+def check_codec(layout: CacheLayout, codec: Codec) -> None:
+    """Layout and codec describe the same bytes."""
+    check_layout(layout)
     if not isinstance(codec, Codec):
         raise TypeError(f"codec: expected a Codec, got {type(codec).__name__}")
     if codec.config != layout.config:
@@ -101,7 +106,7 @@ def check_store(
     heads, dim = layout.num_kv_heads, layout.head_dim
     _shape("key", key, (None, heads, dim), "[N, num_kv_heads, head_dim]")
     _shape("value", value, (key.shape[0], heads, dim), "[N, num_kv_heads, head_dim] as key")
-    _cache(cache, layout)
+    check_cache(cache, layout)
     _dtype("slot_mapping", slot_mapping, ("int32", "int64"))
     _shape("slot_mapping", slot_mapping, (key.shape[0],), "[N], one slot for each row of key")
     _devices(key=key, value=value, cache=cache, slot_mapping=slot_mapping)
@@ -257,7 +262,7 @@ def check_table(
     cache: ArraySpec, block_table: ArraySpec, seq_lens: ArraySpec, *, layout: CacheLayout
 ) -> tuple[int, int]:
     """Cache and page table; returns the number of sequences and the width of the table."""
-    _cache(cache, layout)
+    check_cache(cache, layout)
     _dtype("seq_lens", seq_lens, ("int32",))
     _shape("seq_lens", seq_lens, (None,), "[B]")
     _dtype("block_table", block_table, ("int32",))
@@ -294,7 +299,8 @@ def check_merge(out_a: ArraySpec, lse_a: ArraySpec, out_b: ArraySpec, lse_b: Arr
     _devices(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
 
 
-def _cache(cache: ArraySpec, layout: CacheLayout) -> None:
+def check_cache(cache: ArraySpec, layout: CacheLayout) -> None:
+    """The cache has the layout's shape, and pages that are dense inside."""
     inner = layout.shape(0)[1:]
     wanted = f"uint8[num_pages, {', '.join(map(str, inner))}]"
     if cache.dtype != "uint8" or len(cache.shape) != 4 or cache.shape[1:] != inner:

@@ -12,12 +12,15 @@ from tq_jax.api import (
     merge_attention_states,
     store,
 )
+from tq_jax.snapshot import load_cache, save_cache
 
 __all__ = [
     "attention",
     "decode_attention",
     "dequantize",
     "empty_cache",
+    "load_cache",
     "merge_attention_states",
+    "save_cache",
     "store",
 ]

@@ -46,11 +46,7 @@ def empty_cache(layout: CacheLayout, num_pages: int, *, device: Any = None) -> j
         raise TypeError(f"num_pages: expected an int, got {num_pages!r}")
     if num_pages < 0:
         raise ValueError(f"num_pages: expected at least 0, got {num_pages}")
-    if isinstance(device, str):
-        raise TypeError(
-            f"device: expected a jax.Device, a sharding or None, got {device!r}; "
-            f"jax.devices({device!r})[0] is one"
-        )
+    check_device(device)
     _check_page(layout)
     return jnp.zeros(layout.shape(int(num_pages)), jnp.uint8, device=device)
 
@@ -459,6 +455,15 @@ def _attention(
         codec=codec,
     )
     return (out, lse) if return_lse else out
+
+
+def check_device(device: Any) -> None:
+    """It is not a name, of which JAX's own message says little."""
+    if isinstance(device, str):
+        raise TypeError(
+            f"device: expected a jax.Device, a sharding or None, got {device!r}; "
+            f"jax.devices({device!r})[0] is one"
+        )
 
 
 def _spec(name: str, array: Any) -> ArraySpec:

@@ -8,12 +8,15 @@ from tq_torch.api import (
     merge_attention_states,
     store,
 )
+from tq_torch.snapshot import load_cache, save_cache
 
 __all__ = [
     "attention",
     "decode_attention",
     "dequantize",
     "empty_cache",
+    "load_cache",
     "merge_attention_states",
+    "save_cache",
     "store",
 ]

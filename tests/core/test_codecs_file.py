@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from tq_core import Codec, QuantConfig, files
 from tq_core.codec import load_codecs, save_codecs
@@ -61,19 +62,42 @@ def test_the_file_may_say_the_number_of_kv_heads(tmp_path):
         load_codecs(tmp_path / "codecs", num_kv_heads=2)
 
 
-def test_every_truncation_is_refused(path):
-    data = path.read_bytes()
-    for length in [*range(0, len(data), 97), len(data) - 1]:
-        path.write_bytes(data[:length])
+@pytest.fixture
+def small(tmp_path):
+    save_codecs(tmp_path / "small", [Codec(QuantConfig.preset(n), 8) for n in ("2bit", "k8v8")])
+    return tmp_path / "small"
+
+
+def test_every_truncation_is_refused(small):
+    data = small.read_bytes()
+    for length in range(len(data)):
+        small.write_bytes(data[:length])
         with pytest.raises(ValueError, match="not a readable safetensors file"):
-            load_codecs(path)
+            load_codecs(small)
 
 
-def test_a_changed_byte_is_refused(path):
+def test_a_flipped_bit_in_any_byte_is_refused(small):
+    data = small.read_bytes()
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1 << place * 3 % 8
+        small.write_bytes(changed)
+        with pytest.raises(ValueError, match=str(small)):
+            load_codecs(small)
+
+
+def test_a_changed_byte_is_a_wrong_checksum(path):
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match="wrong checksum"):
+        load_codecs(path)
+
+
+def test_another_version_is_refused(path):
+    metadata = {"format_version": "2", "kind": "codecs"}
+    path.write_bytes(safetensors.numpy.save({"x": np.zeros(1)}, metadata))
+    with pytest.raises(ValueError, match="format_version '2'; this version of tq reads '1'"):
         load_codecs(path)
 
 
