@@ -12,10 +12,11 @@ import numpy as np
 
 from tq_core import validation
 from tq_core.codec import Codec
+from tq_core.contents import check_argument, is_checked
 from tq_core.layout import CacheLayout
 from tq_core.support import choose_backend
 from tq_core.validation import ArraySpec, AttentionCall
-from tq_jax import launch, native
+from tq_jax import checking, launch, native
 
 
 def empty_cache(layout: CacheLayout, num_pages: int, *, device: Any = None) -> jax.Array:
@@ -60,6 +61,7 @@ def store(
     layout: CacheLayout,
     codec: Codec,
     backend: str | None = None,
+    check: bool | None = None,
 ) -> jax.Array:
     """Quantises keys and values and returns the cache with them written.
 
@@ -78,13 +80,17 @@ def store(
         layout: the cache's layout; static.
         codec: the codec of its contents; static.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
+        check: whether to check what the arrays hold, see docs/api.md; static. None: whether
+            ``TQ_CHECK=1`` is in the environment now, which inside ``jax.jit`` means when traced.
 
     Returns:
         The new cache, uint8 ``layout.shape(num_pages)``.
 
     Raises:
         TypeError: a wrong type or dtype; or JAX asks for a derivative, which codes do not have.
-        ValueError: a wrong shape, a codec that does not match, or a backend that cannot serve.
+        ValueError: a wrong shape, a codec that does not match, or a backend that cannot serve; with
+            ``check`` what is wrong in the arrays.
+        jax.errors.JaxRuntimeError: the latter, of arrays that are traced, when the program runs.
 
     Source: TurboQuant, arXiv 2504.19874, algorithm 1.
 
@@ -101,6 +107,7 @@ def store(
     """
     specs = [_spec("key", key), _spec("value", value), _spec("cache", cache)]
     slots = _spec("slot_mapping", slot_mapping)
+    check_argument(check)
     validation.check_store(*specs, slots, layout=layout, codec=codec)
     _check_page(layout)
     if slots.dtype == "int64" and not jax.config.jax_enable_x64:
@@ -108,6 +115,8 @@ def store(
         limit = np.iinfo(np.int32)
         slot_mapping = np.clip(slot_mapping, limit.min, limit.max).astype(np.int32)
     run = _backend(backend, layout, cache)
+    if is_checked(check):
+        slot_mapping = checking.store(key, value, cache, slot_mapping, layout)
     return run.store(key, value, cache, slot_mapping, layout=layout, codec=codec)
 
 
@@ -132,6 +141,7 @@ def attention(
     num_kv_splits: int | None = None,
     backend: str | None = None,
     plan: Mapping[str, int | str] | None = None,
+    check: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of packed queries over a quantised paged cache.
 
@@ -168,6 +178,7 @@ def attention(
         plan: overrides of the launch plan, static, see ``tq_core.dispatch.plan_attention``; an
             impossible one raises. With ``{"deterministic": "batch"}`` the bits of a row's result do
             not depend on what else is in the call; the others are for tests and benchmarks.
+        check: as in :func:`store`.
 
     Returns:
         ``[N, Hq, D]`` in query's dtype; with ``return_lse`` also float32 ``[N, Hq]``, the natural
@@ -177,7 +188,7 @@ def attention(
         TypeError: a wrong type or dtype, an array where a static number is expected, or JAX asks
             for a derivative.
         ValueError: a wrong shape or number, a codec that does not match, or a backend that cannot
-            serve, with all the reasons.
+            serve, with all the reasons; with ``check`` as :func:`store`.
 
     Source: TurboQuant, arXiv 2504.19874; online softmax, arXiv 1805.02867.
 
@@ -215,6 +226,7 @@ def attention(
         num_kv_splits=num_kv_splits,
         backend=backend,
         plan=plan,
+        check=check,
     )
 
 
@@ -238,6 +250,7 @@ def decode_attention(
     num_kv_splits: int | None = None,
     backend: str | None = None,
     plan: Mapping[str, int | str] | None = None,
+    check: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention with one query row a sequence, at its last position.
 
@@ -263,6 +276,7 @@ def decode_attention(
         num_kv_splits: as in :func:`attention`.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
         plan: as in :func:`attention`.
+        check: as in :func:`store`.
 
     Returns:
         ``[B, Hq, D]`` in query's dtype; with ``return_lse`` also float32 ``[B, Hq]``, natural
@@ -306,6 +320,7 @@ def decode_attention(
         num_kv_splits=num_kv_splits,
         backend=backend,
         plan=plan,
+        check=check,
     )
 
 
@@ -318,6 +333,7 @@ def dequantize(
     codec: Codec,
     dtype: Any,
     backend: str | None = None,
+    check: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Dense keys and values of each sequence, offsets and transforms undone.
 
@@ -329,6 +345,7 @@ def dequantize(
         codec: the codec of its contents; static.
         dtype: float16, bfloat16 or float32.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``.
+        check: as in :func:`store`.
 
     Returns:
         Keys and values ``[B, max_pages * page_size, Hk, D]`` of ``dtype``, 0 past a sequence's end.
@@ -336,7 +353,7 @@ def dequantize(
     Raises:
         TypeError: a wrong type or dtype of an array, or ``dtype`` is none.
         ValueError: a wrong shape, another ``dtype``, a codec that does not match, or a backend that
-            cannot serve.
+            cannot serve; with ``check`` as :func:`store`.
 
     Source: TurboQuant, arXiv 2504.19874, algorithm 1.
 
@@ -350,6 +367,7 @@ def dequantize(
         >>> keys.shape, values.dtype
         ((1, 32, 2, 64), dtype(bfloat16))
     """
+    check_argument(check)
     name = _dtype_name(dtype)
     validation.check_dequantize(
         _spec("cache", cache),
@@ -361,6 +379,8 @@ def dequantize(
     )
     _check_page(layout)
     run = _backend(backend, layout, cache)
+    if is_checked(check):
+        seq_lens = checking.dequantize(cache, block_table, seq_lens, layout)
     return run.dequantize(cache, block_table, seq_lens, layout=layout, codec=codec, dtype=name)
 
 
@@ -412,6 +432,7 @@ def _attention(
     return_lse: bool,
     backend: str | None,
     plan: Mapping[str, int | str] | None,
+    check: bool | None,
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     for name, value in {**options, "return_lse": return_lse}.items():
@@ -421,6 +442,7 @@ def _attention(
                 f"{value.dtype.name}{list(value.shape)}; name it in static_argnames, or bind it "
                 "with functools.partial"
             )
+    check_argument(check)
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: expected a bool, got {return_lse!r}")
     call: AttentionCall = validation.check_attention(
@@ -442,6 +464,10 @@ def _attention(
         if run is native:
             raise ValueError("plan: the native backend launches no kernels and takes no plan")
         run = replace(run, plan=overrides)
+    if is_checked(check):
+        seq_lens = checking.attention(
+            query, cache, block_table, seq_lens, query_start_loc, call, layout
+        )
     out, lse = run.attention(
         query,
         cache,

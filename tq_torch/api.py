@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tq_core.codec import Codec
+from tq_core.contents import check_argument
 from tq_core.layout import CacheLayout
 from tq_core.support import BACKENDS
 from tq_core.validation import check_codec, check_merge, check_options
@@ -64,6 +65,7 @@ def store(
     layout: CacheLayout,
     codec: Codec,
     backend: str | None = None,
+    check: bool | None = None,
 ) -> None:
     """Quantises keys and values and writes them into the cache, in place.
 
@@ -80,11 +82,15 @@ def store(
         codec: the codec of its contents.
         backend: None for the device's default, ``"triton"``, ``"native"`` or ``"interpret"``. A
             named backend that cannot serve the call raises.
+        check: whether to check what the tensors hold, see docs/api.md, which waits for the device.
+            None: whether ``TQ_CHECK=1`` is in the environment now.
 
     Raises:
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, stride, device or backend; on the CPU also a slot outside the
-            cache (on a GPU the device reports it later). The message names the argument.
+            cache (on a GPU kernels skip it); with ``check`` what is wrong in the tensors. The
+            message names the argument.
+        RuntimeError: ``check`` while a CUDA graph is captured.
 
     Example:
         >>> from tq_core import CacheLayout, Codec, QuantConfig
@@ -98,15 +104,10 @@ def store(
     """
     _check_tensors(key=key, value=value, cache=cache, slot_mapping=slot_mapping)
     check_codec(layout, codec)
-    torch.ops.tq.store.default(
-        key,
-        value,
-        cache,
-        slot_mapping,
-        layout=layout.descriptor,
-        codec=codec.digest,
-        backend=_name_of_backend(backend),
-    )
+    if check is not None:
+        check_argument(check)
+    options = ops.common_options(layout.descriptor, codec.digest, _name_of_backend(backend), check)
+    torch.ops.tq.store.default(key, value, cache, slot_mapping, options)
 
 
 def attention(
@@ -131,6 +132,7 @@ def attention(
     out: Tensor | None = None,
     backend: str | None = None,
     plan: Mapping[str, int | str] | None = None,
+    check: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed query rows over the packed cache; for inference.
 
@@ -168,6 +170,7 @@ def attention(
         plan: overrides of the launch plan, see ``tq_core.dispatch.plan_attention``; an impossible
             one raises. With ``{"deterministic": "batch"}`` the bits of a row's result do not depend
             on what else is in the call; the others are for tests and benchmarks.
+        check: as in :func:`store`.
 
     Returns:
         ``[N, Hq, D]`` in the query's dtype (``out`` if given); with ``return_lse`` also the
@@ -177,8 +180,9 @@ def attention(
     Raises:
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, size, stride, device or backend, or an input that requires a
-            gradient; on the CPU also lengths and pages that do not exist. The message names the
-            argument.
+            gradient; on the CPU also lengths and pages that do not exist; with ``check`` what is
+            wrong in the tensors. The message names the argument.
+        RuntimeError: ``check`` while a CUDA graph is captured.
 
     Example:
         >>> from tq_core import CacheLayout, Codec, QuantConfig
@@ -222,6 +226,7 @@ def attention(
         out=out,
         backend=backend,
         plan=plan,
+        check=check,
     )
 
 
@@ -246,6 +251,7 @@ def decode_attention(
     out: Tensor | None = None,
     backend: str | None = None,
     plan: Mapping[str, int | str] | None = None,
+    check: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` with one query row a sequence, the last of its tokens.
 
@@ -271,6 +277,7 @@ def decode_attention(
         plan: overrides of the launch plan, see ``tq_core.dispatch.plan_attention``; an impossible
             one raises. With ``{"deterministic": "batch"}`` the bits of a row's result do not depend
             on what else is in the call; the others are for tests and benchmarks.
+        check: as in :func:`store`.
 
     Returns:
         ``[B, Hq, D]`` in the query's dtype; with ``return_lse`` also the natural-log LSE, fp32
@@ -313,6 +320,7 @@ def decode_attention(
         out=out,
         backend=backend,
         plan=plan,
+        check=check,
     )
 
 
@@ -325,6 +333,7 @@ def dequantize(
     codec: Codec,
     dtype: torch.dtype,
     backend: str | None = None,
+    check: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense keys and values of each sequence, as attention sees them.
 
@@ -336,14 +345,16 @@ def dequantize(
         codec: the codec of its contents.
         dtype: ``torch.float16``, ``torch.bfloat16`` or ``torch.float32``.
         backend: None for the device's default, or a backend's name.
+        check: as in :func:`store`.
 
     Returns:
         Keys and values, each ``[B, max_pages * page_size, Hk, D]``, zero past a sequence's end.
 
     Raises:
         TypeError: a wrong type or dtype.
-        ValueError: a wrong shape, stride, device or backend; on the CPU also lengths and pages
-            that do not exist. The message names the argument.
+        ValueError: a wrong shape, stride, device or backend; on the CPU, and with ``check``, also
+            lengths and pages that do not exist. The message names the argument.
+        RuntimeError: ``check`` while a CUDA graph is captured.
 
     Example:
         >>> from tq_core import CacheLayout, Codec, QuantConfig
@@ -363,15 +374,10 @@ def dequantize(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
     check_codec(layout, codec)
-    keys, values = torch.ops.tq.dequantize.default(
-        cache,
-        block_table,
-        seq_lens,
-        layout=layout.descriptor,
-        codec=codec.digest,
-        dtype=dtype,
-        backend=_name_of_backend(backend),
-    )
+    if check is not None:
+        check_argument(check)
+    options = ops.common_options(layout.descriptor, codec.digest, _name_of_backend(backend), check)
+    keys, values = torch.ops.tq.dequantize.default(cache, block_table, seq_lens, dtype, options)
     return keys, values
 
 
@@ -422,6 +428,7 @@ def _attention(
     out: Tensor | None,
     backend: str | None,
     plan: Mapping[str, int | str] | None,
+    check: bool | None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     _check_tensors(query=query, cache=cache, block_table=block_table, seq_lens=seq_lens)
@@ -429,9 +436,11 @@ def _attention(
     _check_tensors(**{name: t for name, t in optional.items() if t is not None})
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: expected a bool, got {return_lse!r}")
+    if check is not None:
+        check_argument(check)
     check_codec(layout, codec)
     check_options(decode=query_start_loc is None, **options)
-    overrides = ops.plan_key(plan, options["num_kv_splits"])
+    overrides = "" if plan is None else ops.plan_key(plan, options["num_kv_splits"])
     softcap = options.pop("softcap")
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -453,6 +462,7 @@ def _attention(
             softcap=None if softcap is None else float(softcap),
             plan=overrides,
             backend=_name_of_backend(backend),
+            check=check,
             **options,
         ),
     )

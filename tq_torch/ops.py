@@ -1,9 +1,9 @@
 """The custom operators ``torch.ops.tq``: what ``torch.compile`` and ``torch.export`` see.
 
-A layout travels as a string and a codec as its digest, so that graphs hold plain values, and the
-options of attention as one string, because the dispatcher takes most of a microsecond for each
+A layout travels as a string and a codec as its digest, so that graphs hold plain values, and all
+options of a call as one string, because the dispatcher takes most of a microsecond for each
 argument. The real implementations check their arguments, choose a backend and run it; the fakes
-only check.
+only check. What arrays hold is checked in the real ones, so that graphs check it when they run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tq_core.codec import Codec, codec_of
+from tq_core.contents import is_checked
 from tq_core.layout import CacheLayout
 from tq_core.support import choose_backend
 from tq_core.validation import (
@@ -41,8 +42,7 @@ Signature = tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]
 
 torch.library.define(
     "tq::store",
-    "(Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping, *, str layout, str codec, "
-    "str? backend) -> ()",
+    "(Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping, str options) -> ()",
     tags=_TAGS,
 )
 torch.library.define(
@@ -54,8 +54,8 @@ torch.library.define(
 )
 torch.library.define(
     "tq::dequantize",
-    "(Tensor cache, Tensor block_table, Tensor seq_lens, *, str layout, str codec, "
-    "ScalarType dtype, str? backend) -> (Tensor, Tensor)",
+    "(Tensor cache, Tensor block_table, Tensor seq_lens, ScalarType dtype, str options) -> "
+    "(Tensor, Tensor)",
     tags=_TAGS,
 )
 
@@ -81,6 +81,18 @@ def _plan(key: str) -> dict[str, int | str] | None:
     return {name: value if name == "deterministic" else int(value) for name, value in items}
 
 
+def common_options(layout: str, codec: str, backend: str | None, check: bool | None) -> str:
+    """The argument ``options`` of ``store`` and ``dequantize``.
+
+    Args:
+        layout: a descriptor.
+        codec: a digest.
+        backend: as given.
+        check: as given: what None means is looked up when the operator runs.
+    """
+    return f"{layout}|{codec}|{backend or ''}|{check}"
+
+
 def attention_options(
     *,
     layout: str,
@@ -91,34 +103,51 @@ def attention_options(
     num_kv_splits: int | None,
     plan: str,
     backend: str | None,
+    check: bool | None = None,
 ) -> str:
-    """The operator's argument ``options``; ``layout`` is a descriptor, ``codec`` a digest."""
+    """The argument ``options`` of ``attention``; the rest as in ``common_options``."""
     # Symbols of a dynamic graph become numbers here.
     window = None if sliding_window is None else int(sliding_window)
     splits = None if num_kv_splits is None else int(num_kv_splits)
-    return f"{layout}|{codec}|{causal}|{window}|{softcap}|{splits}|{plan}|{backend or ''}"
+    return f"{layout}|{codec}|{backend or ''}|{check}|{causal}|{window}|{softcap}|{splits}|{plan}"
+
+
+class _Common(NamedTuple):
+    """What ``common_options`` was made of."""
+
+    layout: CacheLayout
+    codec: str
+    backend: str | None
+    check: bool | None
+
+
+_CHECKS = {"None": None, "True": True, "False": False}
+
+
+@lru_cache(maxsize=1024)
+def _common(text: str) -> _Common:
+    layout, codec, backend, check = text.split("|")
+    return _Common(_layout(layout), codec, backend or None, _CHECKS[check])
 
 
 class _Options(NamedTuple):
     """What ``attention_options`` was made of."""
 
-    layout: CacheLayout
-    codec: str
+    common: _Common
     plan: dict[str, int | str] | None
-    backend: str | None
     call: dict[str, Any]
 
 
 @lru_cache(maxsize=1024)
 def _options(text: str) -> _Options:
-    layout, codec, causal, window, softcap, splits, plan, backend = text.split("|", 7)
+    *common, causal, window, softcap, splits, plan = text.split("|", 8)
     call = {
         "causal": causal == "True",
         "sliding_window": None if window == "None" else int(window),
         "softcap": None if softcap == "None" else float(softcap),
         "num_kv_splits": None if splits == "None" else int(splits),
     }
-    return _Options(_layout(layout), codec, _plan(plan), backend or None, call)
+    return _Options(_common("|".join(common)), _plan(plan), call)
 
 
 def _signature(x: Tensor) -> Signature:
@@ -169,65 +198,59 @@ def _choose(layout: CacheLayout, backend: str | None, cache: Signature, align: i
 # --- store ----------------------------------------------------------------------------------
 
 
+class _Small(NamedTuple):
+    """What a call of ``store`` or ``dequantize`` needs that depends on nothing but signatures."""
+
+    layout: CacheLayout
+    codec: str
+    check: bool | None
+    module: ModuleType
+    prepared: dict[str, Any]
+
+
 def _check_store(
-    arrays: tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec], layout: str, codec: str
-) -> tuple[CacheLayout, Codec]:
-    layout_, codec_ = _layout(layout), codec_of(codec)
-    check_store(*arrays, layout=layout_, codec=codec_)
-    _check_memory("cache", arrays[2], layout_.page_bytes)
-    return layout_, codec_
+    arrays: tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec], common: _Common
+) -> Codec:
+    codec = codec_of(common.codec)
+    check_store(*arrays, layout=common.layout, codec=codec)
+    _check_memory("cache", arrays[2], common.layout.page_bytes)
+    return codec
 
 
 @lru_cache(maxsize=4096)
 def _prepare_store(
-    arrays: tuple[Signature, Signature, Signature, Signature],
-    align: int,
-    layout: str,
-    codec: str,
-    backend: str | None,
-) -> tuple[CacheLayout, ModuleType, dict[str, Any]]:
-    """What a call needs that depends on nothing else; codecs are not kept alive."""
+    arrays: tuple[Signature, Signature, Signature, Signature], align: int, options: str
+) -> _Small:
+    """Prepares a call; codecs are not kept alive."""
+    common = _common(options)
+    layout, digest, backend, check = common
     key, value, cache, slot_mapping = (_spec(x) for x in arrays)
-    layout_, codec_ = _check_store((key, value, cache, slot_mapping), layout, codec)
-    module = _choose(layout_, backend, arrays[2], align)
+    codec = _check_store((key, value, cache, slot_mapping), common)
+    module = _choose(layout, backend, arrays[2], align)
     if module is native:
-        return layout_, module, {}
+        return _Small(layout, digest, check, module, {})
     prepared = launch.prepare_store(
-        key, value, cache, slot_mapping, layout_, codec_, arrays[2][-1], cache_align=align
+        key, value, cache, slot_mapping, layout, codec, arrays[2][-1], cache_align=align
     )
-    return layout_, module, {"prepared": prepared}
+    return _Small(layout, digest, check, module, {"prepared": prepared})
 
 
 @torch.library.impl("tq::store", "CompositeExplicitAutograd")
-def _store(
-    key: Tensor,
-    value: Tensor,
-    cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    layout: str,
-    codec: str,
-    backend: str | None,
-) -> None:
+def _store(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, options: str) -> None:
     arrays = _signature(key), _signature(value), _signature(cache), _signature(slot_mapping)
-    layout_, module, prepared = _prepare_store(arrays, launch.align(cache), layout, codec, backend)
-    if cache.device.type == "cpu":
-        contents.check_slots(slot_mapping, cache.shape[0] * layout_.page_size)
-    module.store(key, value, cache, slot_mapping, layout=layout_, codec=codec_of(codec), **prepared)
+    layout, codec, check, module, prepared = _prepare_store(arrays, launch.align(cache), options)
+    strict = is_checked(check)
+    if strict or cache.device.type == "cpu":
+        num_slots = cache.shape[0] * layout.page_size
+        contents.check_store(key, value, slot_mapping, num_slots, strict=strict)
+    module.store(key, value, cache, slot_mapping, layout=layout, codec=codec_of(codec), **prepared)
 
 
 @torch.library.register_fake("tq::store")
 def _store_fake(
-    key: Tensor,
-    value: Tensor,
-    cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    layout: str,
-    codec: str,
-    backend: str | None,
+    key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, options: str
 ) -> None:
-    _check_store((spec(key), spec(value), spec(cache), spec(slot_mapping)), layout, codec)
+    _check_store((spec(key), spec(value), spec(cache), spec(slot_mapping)), _common(options))
 
 
 # --- attention ------------------------------------------------------------------------------
@@ -239,6 +262,7 @@ class _Call(NamedTuple):
     call: AttentionCall
     layout: CacheLayout
     codec: str
+    check: bool | None
     module: ModuleType
     prepared: dict[str, Any]
 
@@ -253,7 +277,7 @@ def _prepare_attention(
     options: str,
 ) -> _Call:
     """Prepares a call; codecs are not kept alive."""
-    layout, digest, overrides, backend, numbers = _options(options)
+    (layout, digest, backend, check), overrides, numbers = _options(options)
     codec = codec_of(digest)
     specs: dict[str, Any] = {
         name: None if x is None else _spec(x) for name, x in zip(_ATTENTION, arrays, strict=True)
@@ -274,11 +298,11 @@ def _prepare_attention(
     if module is native:
         if overrides is not None:
             raise ValueError("plan: the native backend launches no kernels and takes no plan")
-        return _Call(call, layout, digest, module, {})
+        return _Call(call, layout, digest, check, module, {})
     prepared = launch.prepare_attention(
         call, specs, layout, codec, cache[-1], cache_align=align, overrides=overrides
     )
-    return _Call(call, layout, digest, module, {"prepared": prepared})
+    return _Call(call, layout, digest, check, module, {"prepared": prepared})
 
 
 @torch.library.impl("tq::attention", "CompositeExplicitAutograd")
@@ -300,12 +324,20 @@ def _attention(
         query, cache, block_table, seq_lens, query_start_loc, sinks, alibi_slopes, out,
     )  # fmt: skip
     arrays = tuple([None if x is None else _signature(x) for x in tensors])
-    call, layout, codec, module, prepared = _prepare_attention(
+    call, layout, codec, check, module, prepared = _prepare_attention(
         arrays, launch.align(cache), scale, max_query_len, max_seq_len, options
     )
-    if query.device.type == "cpu":
+    strict = is_checked(check)
+    if strict or query.device.type == "cpu":
         contents.check_attention(
-            cache, block_table, seq_lens, query_start_loc, call, layout.page_size
+            query,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            call,
+            cache.shape[0],
+            layout.page_size,
+            strict=strict,
         )
     lse: Tensor = module.attention(
         query,
@@ -345,7 +377,7 @@ def _attention_fake(
     arrays: dict[str, Any] = {
         name: None if x is None else spec(x) for name, x in zip(_ATTENTION, tensors, strict=True)
     }
-    layout, codec, _, _, numbers = _options(options)
+    (layout, codec, _, _), _, numbers = _options(options)
     # Bounds may be symbols here; the public functions and the real operator check them.
     check_attention(**arrays, layout=layout, codec=codec_of(codec), **numbers)
     return query.new_empty(query.shape[:2], dtype=torch.float32)
@@ -355,81 +387,67 @@ def _attention_fake(
 
 
 def _check_dequantize(
-    arrays: tuple[ArraySpec, ArraySpec, ArraySpec], layout: str, codec: str, dtype: torch.dtype
-) -> tuple[CacheLayout, Codec]:
-    layout_, codec_ = _layout(layout), codec_of(codec)
-    check_dequantize(*arrays, layout=layout_, codec=codec_, dtype=dtype_name(dtype))
-    return layout_, codec_
+    arrays: tuple[ArraySpec, ArraySpec, ArraySpec], dtype: torch.dtype, common: _Common
+) -> Codec:
+    codec = codec_of(common.codec)
+    check_dequantize(*arrays, layout=common.layout, codec=codec, dtype=dtype_name(dtype))
+    return codec
 
 
 @lru_cache(maxsize=1024)
 def _prepare_dequantize(
-    arrays: tuple[Signature, Signature, Signature],
-    align: int,
-    layout: str,
-    codec: str,
-    dtype: torch.dtype,
-    backend: str | None,
-) -> tuple[CacheLayout, ModuleType, dict[str, Any]]:
-    """What a call needs that depends on nothing else; codecs are not kept alive."""
+    arrays: tuple[Signature, Signature, Signature], align: int, dtype: torch.dtype, options: str
+) -> _Small:
+    """Prepares a call; codecs are not kept alive."""
+    common = _common(options)
+    layout, digest, backend, check = common
     cache, block_table, seq_lens = (_spec(x) for x in arrays)
-    layout_, codec_ = _check_dequantize((cache, block_table, seq_lens), layout, codec, dtype)
-    module = _choose(layout_, backend, arrays[0], align)
+    codec = _check_dequantize((cache, block_table, seq_lens), dtype, common)
+    module = _choose(layout, backend, arrays[0], align)
     if module is native:
-        return layout_, module, {}
+        return _Small(layout, digest, check, module, {})
     prepared = launch.prepare_dequantize(
         cache,
         block_table,
-        layout_,
-        codec_,
+        layout,
+        codec,
         arrays[0][-1],
         dtype=dtype_name(dtype),
         cache_align=align,
     )
-    return layout_, module, {"prepared": prepared}
+    return _Small(layout, digest, check, module, {"prepared": prepared})
 
 
 @torch.library.impl("tq::dequantize", "CompositeExplicitAutograd")
 def _dequantize(
-    cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    layout: str,
-    codec: str,
-    dtype: torch.dtype,
-    backend: str | None,
+    cache: Tensor, block_table: Tensor, seq_lens: Tensor, dtype: torch.dtype, options: str
 ) -> tuple[Tensor, Tensor]:
     arrays = _signature(cache), _signature(block_table), _signature(seq_lens)
-    layout_, module, prepared = _prepare_dequantize(
-        arrays, launch.align(cache), layout, codec, dtype, backend
+    layout, codec, check, module, prepared = _prepare_dequantize(
+        arrays, launch.align(cache), dtype, options
     )
-    if cache.device.type == "cpu":
-        first = torch.zeros_like(seq_lens)
-        contents.check_pages(block_table, seq_lens, first, cache.shape[0], layout_.page_size)
+    strict = is_checked(check)
+    if strict or cache.device.type == "cpu":
+        contents.check_dequantize(
+            block_table, seq_lens, cache.shape[0], layout.page_size, strict=strict
+        )
     result: tuple[Tensor, Tensor] = module.dequantize(
-        cache, block_table, seq_lens, layout=layout_, codec=codec_of(codec), dtype=dtype, **prepared
+        cache, block_table, seq_lens, layout=layout, codec=codec_of(codec), dtype=dtype, **prepared
     )
     return result
 
 
 @torch.library.register_fake("tq::dequantize")
 def _dequantize_fake(
-    cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    layout: str,
-    codec: str,
-    dtype: torch.dtype,
-    backend: str | None,
+    cache: Tensor, block_table: Tensor, seq_lens: Tensor, dtype: torch.dtype, options: str
 ) -> tuple[Tensor, Tensor]:
-    arrays = spec(cache), spec(block_table), spec(seq_lens)
-    layout_, _ = _check_dequantize(arrays, layout, codec, dtype)
+    common = _common(options)
+    _check_dequantize((spec(cache), spec(block_table), spec(seq_lens)), dtype, common)
+    layout = common.layout
     shape = (
         block_table.shape[0],
-        block_table.shape[1] * layout_.page_size,
-        layout_.num_kv_heads,
-        layout_.head_dim,
+        block_table.shape[1] * layout.page_size,
+        layout.num_kv_heads,
+        layout.head_dim,
     )
     return cache.new_empty(shape, dtype=dtype), cache.new_empty(shape, dtype=dtype)

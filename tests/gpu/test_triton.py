@@ -22,6 +22,7 @@ from tests.torch.helpers import (
     check_decode,
     check_dequantize,
     check_store,
+    common_options,
     on_device,
     operator_arguments,
     to_float64,
@@ -507,7 +508,7 @@ def test_a_compiled_step_is_the_eager_one():
 def test_opcheck():
     case = next(c for c in ATTENTION if c.is_decode)
     tensors = on_device(attention_tensors(case), "cuda")
-    what = {"layout": case.layout.descriptor, "codec": case.codec.digest, "backend": "triton"}
+    options = common_options(case, "triton")
     arguments = operator_arguments(case, tensors, "triton")
     utils = (
         "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
@@ -515,15 +516,13 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.tq.attention.default, arguments, test_utils=utils)
     torch.library.opcheck(
         torch.ops.tq.dequantize.default,
-        arguments[1:4],
-        {**what, "dtype": torch.float16},
+        (*arguments[1:4], torch.float16, options),
         test_utils=utils,
     )
     key, value = torch.randn((2, 5, case.num_kv_heads, case.head_dim), device="cuda")
     torch.library.opcheck(
         torch.ops.tq.store.default,
-        (key, value, tensors["cache"].clone(), torch.arange(5, device="cuda")),
-        what,
+        (key, value, tensors["cache"].clone(), torch.arange(5, device="cuda"), options),
         test_utils=utils,
     )
 

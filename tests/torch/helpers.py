@@ -137,6 +137,11 @@ def on_device(tensors: Mapping[str, Any], device: str) -> dict[str, Any]:
     return {name: None if x is None else x.to(device) for name, x in tensors.items()}
 
 
+def common_options(case, backend, check=None):
+    """The argument ``options`` of ``torch.ops.tq.store`` and ``dequantize`` for a case."""
+    return ops.common_options(case.layout.descriptor, case.codec.digest, backend, check)
+
+
 def operator_arguments(case, tensors, backend, decode=False):
     """Arguments of ``torch.ops.tq.attention`` for a case's tensors."""
     arrays = [tensors[n] for n in ("query", "cache", "block_table", "seq_lens", "query_start_loc")]

@@ -12,7 +12,13 @@ import torch
 
 import tq_torch
 from tests.cases import ATTENTION_CASES, STORE_CASES, assert_close, make_store_inputs
-from tests.torch.helpers import attention_tensors, operator_arguments, tensor, to_float64
+from tests.torch.helpers import (
+    attention_tensors,
+    common_options,
+    operator_arguments,
+    tensor,
+    to_float64,
+)
 from tq_core import CacheLayout, Codec, QuantConfig
 from tq_torch import ops
 
@@ -43,25 +49,15 @@ def test_opcheck_store():
     case = STORE_CASES[0]
     inputs = make_store_inputs(case)
     key, value, cache, slots = (tensor(x) for x in inputs)
-    options = {
-        "layout": case.layout.descriptor,
-        "codec": case.codec.digest,
-        "backend": "native",
-    }
-    arguments = (key, value, cache, slots)
-    torch.library.opcheck(torch.ops.tq.store.default, arguments, options, test_utils=FULL)
+    arguments = (key, value, cache, slots, common_options(case, "native"))
+    torch.library.opcheck(torch.ops.tq.store.default, arguments, test_utils=FULL)
 
 
 def test_opcheck_dequantize():
     tensors = attention_tensors(DECODE)
     arguments = tuple(tensors[n] for n in ("cache", "block_table", "seq_lens"))
-    options = {
-        "layout": DECODE.layout.descriptor,
-        "codec": DECODE.codec.digest,
-        "dtype": torch.float16,
-        "backend": "native",
-    }
-    torch.library.opcheck(torch.ops.tq.dequantize.default, arguments, options, test_utils=FULL)
+    arguments += (torch.float16, common_options(DECODE, "native"))
+    torch.library.opcheck(torch.ops.tq.dequantize.default, arguments, test_utils=FULL)
 
 
 def step_inputs(num_tokens, layout):
