@@ -8,6 +8,7 @@ from tq_torch.api import (
     merge_attention_states,
     store,
 )
+from tq_torch.serving import warmup
 from tq_torch.snapshot import load_cache, save_cache
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "merge_attention_states",
     "save_cache",
     "store",
+    "warmup",
 ]
