@@ -21,7 +21,7 @@ bench() { # subcommand, arguments
 
 run() {
     case $1 in
-    tests) "$python" -m pytest -q -p no:benchmark -m gpu -n "$jobs" tests/gpu tests/parity tests/torch/test_gpu.py \
+    tests) "$python" -m pytest -q -p no:benchmark -m gpu -n "$jobs" tests/gpu tests/parity tests/torch \
         tests/hf/test_gpu.py ;;
     sanitize) tools/sanitize.sh ;;
     decode) bench decode --grid --check --jobs "$jobs" ;;
