@@ -306,7 +306,7 @@ class Codec:
             arguments["key_scale"] = None
         if arrays:
             raise KeyError(f"unknown arrays {sorted(arrays)}")
-        return cls(config, int(metadata["head_dim"]), **arguments)
+        return cls(config, files.number(metadata, "head_dim"), **arguments)
 
 
 @dataclass(frozen=True)
@@ -399,11 +399,11 @@ def load_codecs(
             if codec.digest != layer["digest"]:
                 raise ValueError(f"layer {number} is not the codec that was saved")
             codecs.append(codec)
-    except (KeyError, TypeError, ValueError) as error:
+        heads = {heads for codec in codecs if (heads := codec.num_kv_heads) is not None}
+        if "num_kv_heads" in model:
+            heads.add(int(model["num_kv_heads"]))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: not a valid file of codecs: {error}") from error
-    heads = {heads for codec in codecs if (heads := codec.num_kv_heads) is not None}
-    if "num_kv_heads" in model:
-        heads.add(int(model["num_kv_heads"]))
     dims = {codec.head_dim for codec in codecs}
     for name, wanted, found in (
         ("layers", num_layers, {len(codecs)}),

@@ -5,9 +5,13 @@ Arrays may be larger than the memory that is left: they are written and read in 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +24,16 @@ FORMAT_VERSION = "1"
 BLOCK_BYTES = 16 * 2**20
 
 _NO_CHECKSUM = "0" * 64
-_LETTERS = {"f": "F", "i": "I", "u": "U"}
+_DIGEST = re.compile("[0-9a-f]{64}")
+_NUMBER = re.compile("0|[1-9][0-9]{0,18}")
+#: More numbers than an array can have.
+_LARGEST = 2**48
+_LETTERS = {
+    np.dtype(f"{kind}{size}").name: f"{kind.upper()}{8 * size}"
+    for kind, sizes in (("f", (2, 4, 8)), ("i", (1, 2, 4, 8)), ("u", (1, 2, 4, 8)))
+    for size in sizes
+}
+_DTYPES = {letters: name for name, letters in _LETTERS.items()}
 
 
 class Blocks(NamedTuple):
@@ -45,6 +58,29 @@ def _safetensors() -> Any:
             "reading and writing files needs the safetensors package: pip install safetensors"
         ) from error
     return safetensors
+
+
+def _path(path: Any) -> str:
+    """The path as text; numbers, which open a file too, are none."""
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(name, str):
+        raise TypeError(f"path: expected a str or an os.PathLike of one, got {path!r}")
+    return name
+
+
+def number(metadata: Mapping[str, str], name: str) -> int:
+    """A number of the metadata, as :func:`save` is given it: in decimal."""
+    if not _NUMBER.fullmatch(metadata[name]):
+        raise ValueError(f"{name}: expected a number in decimal, got {metadata[name]!r:.80}")
+    return int(metadata[name])
+
+
+def digest(metadata: Mapping[str, str], name: str) -> str | None:
+    """A digest of the metadata; None where there is none."""
+    text = metadata.get(name)
+    if text is not None and not _DIGEST.fullmatch(text):
+        raise ValueError(f"{name}: expected a digest of 64 hex digits, got {text!r:.80}")
+    return text
 
 
 def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -79,7 +115,7 @@ def _layout(arrays: Mapping[str, Blocks]) -> _Layout:
     for name in order:
         dtype, shape = np.dtype(arrays[name].dtype), arrays[name].shape
         begin, end = end, end + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        letters = f"{_LETTERS[dtype.kind]}{8 * dtype.itemsize}"
+        letters = _LETTERS[dtype.name]
         entries[name] = {"dtype": letters, "shape": list(shape), "data_offsets": [begin, end]}
     return _Layout(entries, end)
 
@@ -94,7 +130,9 @@ def save(
     Raises:
         ImportError: the ``safetensors`` package, without which nobody could read it, is missing.
         OSError: the file cannot be written; it is named, and the one that was there is unchanged.
+        TypeError: ``path`` is none.
     """
+    name = _path(path)
     _safetensors()
     given = {
         name: a if isinstance(a, Blocks) else Blocks(a.dtype.name, a.shape, (a,))
@@ -102,13 +140,13 @@ def save(
     }
     stamped = {**metadata, "format_version": FORMAT_VERSION}
     try:
-        with _replacing(os.path.abspath(path)) as stream:
+        with _replacing(os.path.abspath(name)) as stream:
             _write(stream, given, stamped)
     except OSError as error:
         if error.errno is None:
             raise
         # It names the temporary file, or two.
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        raise OSError(error.errno, error.strerror, name) from error
 
 
 def _write(stream: Any, arrays: Mapping[str, Blocks], metadata: dict[str, str]) -> None:
@@ -133,7 +171,8 @@ def _write(stream: Any, arrays: Mapping[str, Blocks], metadata: dict[str, str]) 
 
 @contextmanager
 def _replacing(target: str) -> Iterator[Any]:
-    """A stream into a file beside ``target``, which then takes its place."""
+    """A stream into a file beside ``target``, which then takes its place and its permissions."""
+    mode = _mode(target)
     folder, name = os.path.split(target)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=name[:32] + ".")
     try:
@@ -141,13 +180,27 @@ def _replacing(target: str) -> Iterator[Any]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        os.chmod(temporary, mode)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _mode(target: str) -> int:
+    """Permissions of the file at ``target``, or of a new one."""
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        umask = os.umask(0)
+        os.umask(umask)
+        return 0o666 & ~umask
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        # A device or a pipe would be gone.
+        raise OSError(errno.EINVAL, "Not a regular file")
+    return stat.S_IMODE(mode)
 
 
 class Reader:
@@ -157,12 +210,13 @@ class Reader:
     each once, in ascending order of their names.
 
     Attributes:
+        name: the path.
         metadata: without version and checksum.
         arrays: dtype name and shape of the arrays by name.
     """
 
     def __init__(self, file: Any, name: str, metadata: dict[str, str]) -> None:
-        self._file, self._name = file, name
+        self._file, self.name = file, name
         self._checksum = metadata.pop("checksum", None)
         self._state = hashlib.sha256(_preamble(metadata))
         del metadata["format_version"]
@@ -171,10 +225,11 @@ class Reader:
         self._unread = sorted(file.keys())
         for key in self._unread:
             view = file.get_slice(key)
-            letters = view.get_dtype()
-            kind = {v: k for k, v in _LETTERS.items()}[letters[:1]]
-            dtype = np.dtype(f"{kind}{int(letters[1:]) // 8}").name
-            self.arrays[key] = dtype, tuple(view.get_shape())
+            letters, shape = view.get_dtype(), tuple(view.get_shape())
+            # Where one dimension is 0, no byte of the file bounds the others.
+            if letters not in _DTYPES or math.prod(n for n in shape if n) > _LARGEST:
+                raise ValueError(f"{name}: holds {key} as {letters}{list(shape)}, unlike tq's")
+            self.arrays[key] = _DTYPES[letters], shape
 
     def _next(self, name: str) -> tuple[str, tuple[int, ...]]:
         assert self._unread[0] == name, f"{name}: expected {self._unread[0]} to be read first"
@@ -211,7 +266,7 @@ class Reader:
         """
         assert not self._unread, f"{self._unread}: not read"
         if self._checksum != self._state.hexdigest():
-            raise ValueError(f"{self._name}: wrong checksum, the file is damaged")
+            raise ValueError(f"{self.name}: wrong checksum, the file is damaged")
 
 
 @contextmanager
@@ -225,14 +280,20 @@ def reading(path: str | os.PathLike[str], kind: str) -> Iterator[Reader]:
     Raises:
         FileNotFoundError: no such file.
         ImportError: the ``safetensors`` package is missing.
+        PermissionError: it may not be read.
+        TypeError: ``path`` is none.
         ValueError: not such a file, of another kind or version, or truncated.
     """
+    name = _path(path)
     library = _safetensors()
-    name = os.fspath(path)
     try:
+        if not stat.S_ISREG(os.stat(name).st_mode):
+            raise ValueError("it is no regular file")
+        # For the right error: the library has one for all.
+        open(name, "rb").close()
         file = library.safe_open(name, framework="numpy")
         metadata = dict(file.metadata() or {})
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         raise
     except (library.SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: not a readable safetensors file: {error}") from error
@@ -247,11 +308,7 @@ def reading(path: str | os.PathLike[str], kind: str) -> Iterator[Reader]:
             )
         if metadata.get("kind") != kind:
             raise ValueError(f"{name}: expected a {kind} file, got a {metadata.get('kind')} file")
-        try:
-            reader = Reader(file, name, metadata)
-        except (library.SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{name}: holds arrays that tq does not write: {error}") from error
-        yield reader
+        yield Reader(file, name, metadata)
 
 
 def load(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -267,6 +324,8 @@ def load(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, np.ndarray]
     Raises:
         FileNotFoundError: no such file.
         ImportError: the ``safetensors`` package is missing.
+        PermissionError: it may not be read.
+        TypeError: ``path`` is none.
         ValueError: not such a file, of another kind or version, truncated or altered.
     """
     with reading(path, kind) as reader:

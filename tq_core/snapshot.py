@@ -191,8 +191,8 @@ def read_cache(
         check_layout(layout)
     if codec is not None and not isinstance(codec, Codec):
         raise TypeError(f"codec: expected a Codec, got {type(codec).__name__}")
-    where = os.fspath(path)
     with files.reading(path, "cache") as reader:
+        where = reader.name
         found, digest = _described(where, reader.metadata)
         if layout is not None and layout != found:
             raise ValueError(f"layout: {where} has {found}, expected {layout}")
@@ -250,9 +250,14 @@ def _described(where: str, metadata: dict[str, str]) -> tuple[CacheLayout, str |
             key_packing=metadata["key_packing"],
         )
         order = {tag: name for name, tag in ORDER_TAGS.items()}[metadata["order"]]
-        heads, dim, size = (int(metadata[n]) for n in ("num_kv_heads", "head_dim", "page_size"))
-        return CacheLayout(config, heads, dim, size, order), metadata.get("codec")
-    except (KeyError, ValueError) as error:
+        names = ("num_kv_heads", "head_dim", "page_size")
+        heads, dim, size = (files.number(metadata, name) for name in names)
+        return CacheLayout(config, heads, dim, size, order), files.digest(metadata, "codec")
+    except KeyError as error:
+        raise ValueError(
+            f"{where}: not a valid cache file: its metadata lack, or do not know, {error}"
+        ) from error
+    except ValueError as error:
         raise ValueError(f"{where}: not a valid cache file: {error}") from error
 
 
@@ -314,6 +319,8 @@ def _check_contents(table: np.ndarray, lens: np.ndarray, num_pages: int, page_si
 
 def _used(table: np.ndarray, lens: np.ndarray, page_size: int) -> np.ndarray:
     """Which entries lie before their sequence's end."""
+    if not table.size:  # of any width, where there are no sequences
+        return np.zeros(table.shape, bool)
     used: np.ndarray = np.arange(table.shape[1]) * page_size < lens[:, None]
     return used
 

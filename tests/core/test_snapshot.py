@@ -246,7 +246,14 @@ def test_a_rewritten_file_is_accepted(small_file, path):
         ({}, {"order": "planes"}, "'planes'"),
         ({}, {"order": None}, "'order'"),
         ({}, {"norm_correction": "maybe"}, "'maybe'"),
-        ({}, {"page_size": "two"}, "two"),
+        ({}, {"page_size": "two"}, "page_size: expected a number in decimal, got 'two'"),
+        ({}, {"page_size": " 2"}, "page_size: expected a number in decimal"),
+        ({}, {"page_size": "-2"}, "page_size: expected a number in decimal"),
+        ({}, {"page_size": "\u0662"}, "page_size: expected a number in decimal"),
+        ({}, {"page_size": "9" * 5000}, "page_size: expected a number in decimal"),
+        ({}, {"head_dim": "4096"}, "head_dim: expected 8 to 576"),
+        ({}, {"codec": "../../other"}, "codec: expected a digest of 64 hex digits"),
+        ({}, {"codec": CODEC.digest.upper()}, "codec: expected a digest of 64 hex digits"),
         ({"cache": np.zeros((4, 2, 1, 3), np.uint8)}, {}, "cache: expected"),
         ({"cache": np.zeros(LAYOUT.shape(4), np.int8)}, {}, "cache: expected"),
         ({"block_table": TABLE.astype(np.int64)}, {}, "block_table: expected dtype int32"),
@@ -266,7 +273,29 @@ def test_dtypes_that_no_file_has_are_refused(path):
     header = b'{"__metadata__":{"format_version":"1","kind":"cache"},'
     header += b'"cache":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'
     data = len(header).to_bytes(8, "little") + header + b"\0\0"
-    assert_refused(data, path, "holds arrays that tq does not write")
+    assert_refused(data, path, r"holds cache as BF16\[1\], unlike tq's$")
+
+
+def empty_arrays(shape):
+    """Of a table without sequences: nothing but its header says how wide it is."""
+    return {"block_table": np.zeros(shape, np.int32), "seq_lens": np.zeros(0, np.int32)}
+
+
+@pytest.mark.parametrize("pages", [None, [1]])
+def test_a_table_without_sequences_takes_no_memory(pages, small_file, path):
+    data = rewritten(small_file[1], path, empty_arrays((0, 2**45)))
+    path.write_bytes(data)
+    assert load_cache(path, pages=pages).block_table.shape == (0, 2**45)
+
+
+@pytest.mark.parametrize(
+    "name, shape", [("block_table", (0, 2**62)), ("cache", (0, 2**62, 1, 14)), ("cache", (2**62, 0))]
+)
+def test_shapes_that_no_array_has_are_refused(name, shape, small_file, path):
+    """They hold nothing, so that the file is as large as it says."""
+    dtype = {"block_table": "int32", "cache": "uint8"}[name]
+    data = rewritten(small_file[1], path, {name: files.Blocks(dtype, shape, ())})
+    assert_refused(data, path, rf"holds {name} as \w+\[\d+, \d+.*, unlike tq's$")
 
 
 def test_another_version_or_kind_is_refused(small_file, path):
@@ -285,6 +314,25 @@ def test_another_version_or_kind_is_refused(small_file, path):
 def test_missing_file(path):
     with pytest.raises(FileNotFoundError):
         load_cache(path)
+
+
+def test_a_file_that_may_not_be_read_is_not_missing(small_file, path, monkeypatch):
+    def deny(*_):
+        raise PermissionError(13, "Permission denied")
+
+    path.write_bytes(small_file[1])
+    monkeypatch.setattr(files, "open", deny, raising=False)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        load_cache(path)
+
+
+@pytest.mark.parametrize("wrong", [3, b"cache", None])
+def test_what_is_no_path_is_refused(wrong):
+    message = "^path: expected a str or an os.PathLike of one, got "
+    with pytest.raises(TypeError, match=message):
+        load_cache(wrong)
+    with pytest.raises(TypeError, match=message):
+        save_cache(wrong, np.zeros(LAYOUT.shape(1), np.uint8), layout=LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -392,6 +440,39 @@ def test_a_failing_write_leaves_the_old_file(call, small_file, path, monkeypatch
     assert caught.value.filename == str(path)
     assert os.listdir(path.parent) == ["cache"]
     assert path.read_bytes() == small_file[1]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX files")
+def test_only_files_are_read_and_replaced(path):
+    folder, pipe, loop = (path.with_name(n) for n in ("folder", "pipe", "loop"))
+    folder.mkdir()
+    os.mkfifo(pipe)
+    loop.symlink_to("loop")
+    for other, message in (
+        (folder, "Is a directory"),
+        (pipe, "Not a regular file"),
+        (loop, "Too many levels of symbolic links"),
+    ):
+        with pytest.raises(OSError, match=message) as caught:
+            save_cache(other, np.zeros(LAYOUT.shape(9), np.uint8), layout=LAYOUT)
+        assert caught.value.filename == str(other)
+        with pytest.raises(ValueError, match="not a readable safetensors file"):
+            load_cache(other)
+    assert sorted(os.listdir(path.parent)) == ["folder", "loop", "pipe"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
+def test_permissions_and_what_a_link_names_stay(small_file, path):
+    cache, data = small_file
+    path.write_bytes(data)
+    path.chmod(0o640)
+    link = path.with_name("link")
+    link.symlink_to(path)
+    save_cache(path, cache[:1], layout=LAYOUT)
+    assert path.stat().st_mode & 0o777 == 0o640
+    save_cache(link, cache[:2], layout=LAYOUT)
+    assert not link.is_symlink()
+    assert (len(load_cache(path).cache), len(load_cache(link).cache)) == (1, 2)
 
 
 def test_pages_that_cannot_be_fetched_leave_the_old_file(small_file, path):
