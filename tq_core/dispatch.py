@@ -1408,11 +1408,33 @@ def plan_dequantize(
     table_stride: int,
     cache_align: int,
 ) -> Launch:
-    """Plans a dequantize of ``[num_seqs, capacity]`` tokens to ``dtype``."""
+    """Plans a dequantize of ``[num_seqs, capacity]`` tokens to ``dtype``.
+
+    Raises:
+        ValueError: a program's tiles do not fit the device's shared memory.
+    """
     page = _page_constexprs(layout, page_stride)
     reader = _unpacked_reader(layout, page, traits, cache_align)
     block_d = max(16, _pow2(layout.head_dim))
-    block_t = 16
+    block_t, block_o = 16, min(block_d, 64)
+    applied = (("KEY", traits.has_key_matrix), ("VALUE", traits.has_value_matrix))
+    units = [
+        (reader[f"BLOCK_{n}"], reader[f"{n}_CODES"]) for n, has_matrix in applied if has_matrix
+    ]
+
+    def shared() -> int:
+        """What the compiler takes: a tile of the matrix, and on CUDA the tokens, in two parts."""
+        tokens = 8 * block_t if device.kind == "cuda" else 0
+        return max((block * (4 * block_o + tokens * codes) for block, codes in units), default=0)
+
+    while shared() > device.shared_memory and block_o > 16:
+        block_o //= 2
+    if (needed := shared()) > device.shared_memory:
+        raise ValueError(
+            f"dequantize: the matrices of this codec need about {needed} bytes of shared memory at "
+            f"head_dim {layout.head_dim}, a program has {device.shared_memory} here; "
+            "backend='native' can do it"
+        )
     constexprs = {
         "NUM_KV_HEADS": layout.num_kv_heads,
         "HAS_KEY_MATRIX": traits.has_key_matrix,
@@ -1427,7 +1449,7 @@ def plan_dequantize(
         **page,
         **reader,
         "BLOCK_T": block_t,
-        "BLOCK_O": min(block_d, 64),
+        "BLOCK_O": block_o,
         "PRECISION": _precision(device),
     }
     shape = (num_seqs, capacity, layout.num_kv_heads, layout.head_dim)

@@ -289,7 +289,8 @@ def test_a_table_without_sequences_takes_no_memory(pages, small_file, path):
 
 
 @pytest.mark.parametrize(
-    "name, shape", [("block_table", (0, 2**62)), ("cache", (0, 2**62, 1, 14)), ("cache", (2**62, 0))]
+    "name, shape",
+    [("block_table", (0, 2**62)), ("cache", (0, 2**62, 1, 14)), ("cache", (2**62, 0))],
 )
 def test_shapes_that_no_array_has_are_refused(name, shape, small_file, path):
     """They hold nothing, so that the file is as large as it says."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="kernels need triton")
@@ -100,6 +102,27 @@ def test_store_and_dequantize(preset, order, target):
         ),
         target,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("preset, transform", [("4bit", False), ("2bit_hq", False), ("k8v8", True)])
+def test_dequantize_of_the_largest_head_dim_fits_or_is_refused(preset, transform, target):
+    """What the compiler takes is no more than the plan counted with."""
+    layout = CacheLayout(QuantConfig.preset(preset), 2, 576, 16)
+    matrix = np.stack(2 * [np.eye(576)]) if transform else None
+    traits = dispatch.codec_traits(Codec(layout.config, 576, key_transform=matrix))
+    what = {"dtype": "bfloat16", "page_stride": layout.page_bytes, "table_stride": 4}
+    device = DEVICES[target]
+
+    def plan(shared):
+        given = replace(device, shared_memory=shared)
+        return dispatch.plan_dequantize(4, 64, layout, traits, given, **what, cache_align=16)
+
+    made = compile_launch(plan(device.shared_memory), target).metadata.shared
+    assert made <= device.shared_memory
+    tiles = dict(plan(device.shared_memory).constexprs)["BLOCK_O"]
+    assert dict(plan(made).constexprs)["BLOCK_O"] == tiles
 
 
 @pytest.mark.parametrize("preset", PRESETS)

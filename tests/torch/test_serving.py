@@ -169,6 +169,52 @@ def test_a_small_gpu_gets_smaller_tiles_or_a_reason(preset, triton, monkeypatch)
     assert not triton.compiled
 
 
+DEQUANTIZE = [
+    ("4bit", False, 166912, 32),
+    ("4bit", False, 232448, 64),
+    ("3bit_hq", False, 166912, 64),
+    ("3bit_hq", False, 139264, 16),
+    ("k8v4", False, 8192, 64),
+    ("k8v4", True, 232448, 32),
+]
+
+
+def dequantize_arguments(preset, transforms, shared, monkeypatch):
+    """Of the largest head_dim, on a device with ``shared`` bytes of shared memory."""
+    layout = CacheLayout(QuantConfig.preset(preset), 2, 576, 16)
+    matrix = 2 * torch.eye(576).expand(2, 576, 576).numpy() if transforms else None
+    monkeypatch.setattr(launch, "device_of", lambda _: Device("cuda", 86, 84, shared))
+    ops._prepare_dequantize.cache_clear()
+    return {
+        "cache": tq_torch.empty_cache(layout, 4),
+        "block_table": torch.zeros(2, 4, dtype=torch.int32),
+        "seq_lens": torch.zeros(2, dtype=torch.int32),
+        "layout": layout,
+        "codec": Codec(layout.config, 576, key_transform=matrix),
+        "dtype": torch.float16,
+    }
+
+
+@pytest.mark.parametrize("preset, transforms, shared, block_o", DEQUANTIZE)
+def test_a_small_gpu_dequantizes_with_smaller_tiles(
+    preset, transforms, shared, block_o, triton, monkeypatch
+):
+    tq_torch.dequantize(**dequantize_arguments(preset, transforms, shared, monkeypatch))
+    ((name, *rest),) = triton.compiled
+    assert name == "dequantize"
+    assert ("BLOCK_O", block_o) in rest
+
+
+def test_a_gpu_that_cannot_dequantize_says_so(triton, monkeypatch):
+    arguments = dequantize_arguments("4bit", False, 101376, monkeypatch)
+    message = (
+        r"^dequantize: .* about 147456 bytes .* head_dim 576, .* 101376 here; backend='native'"
+    )
+    with pytest.raises(ValueError, match=message):
+        tq_torch.dequantize(**arguments)
+    assert not triton.compiled
+
+
 def fail(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 MiB")
 
