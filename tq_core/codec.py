@@ -273,7 +273,7 @@ class Codec:
         """Reads a file of :meth:`save`.
 
         Raises:
-            FileNotFoundError: no such file.
+            FileNotFoundError: no such file, or PermissionError: one that may not be read.
             ImportError: the ``safetensors`` package is missing.
             ValueError: not a codec file, an unknown version, or a damaged one.
         """
@@ -384,7 +384,7 @@ def load_codecs(
         head_dim: of the model; None does not check.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, or PermissionError: one that may not be read.
         ImportError: the ``safetensors`` package is missing.
         ValueError: not such a file, a damaged one, or one for another model.
     """

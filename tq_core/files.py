@@ -278,9 +278,8 @@ def reading(path: str | os.PathLike[str], kind: str) -> Iterator[Reader]:
         kind: what ``metadata["kind"]`` must be.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, or PermissionError: one that may not be read.
         ImportError: the ``safetensors`` package is missing.
-        PermissionError: it may not be read.
         TypeError: ``path`` is none.
         ValueError: not such a file, of another kind or version, or truncated.
     """
@@ -322,9 +321,8 @@ def load(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, np.ndarray]
         Arrays by name, and the metadata without version and checksum.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, or PermissionError: one that may not be read.
         ImportError: the ``safetensors`` package is missing.
-        PermissionError: it may not be read.
         TypeError: ``path`` is none.
         ValueError: not such a file, of another kind or version, truncated or altered.
     """

@@ -122,7 +122,7 @@ def load_cache(
         The pages, in arrays of their own, and what the file has beside them.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, or PermissionError: one that may not be read.
         ImportError: the ``safetensors`` package is missing.
         TypeError: an argument of the wrong type.
         ValueError: not a cache file, one of another version, layout or codec, a damaged one, or

@@ -121,7 +121,7 @@ def load_cache(
         file has beside them; beside a cache with a sharding that is on no device in particular.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, or PermissionError: one that may not be read.
         ImportError: the ``safetensors`` package is missing.
         TypeError: an argument of the wrong type, ``device`` a name.
         ValueError: not a cache file, one of another version, layout or codec, a damaged one, or

@@ -113,7 +113,7 @@ def load_cache(
         has beside them.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, or PermissionError: one that may not be read.
         ImportError: the ``safetensors`` package is missing.
         RuntimeError: this build of torch has no such device.
         TypeError: an argument of the wrong type.
