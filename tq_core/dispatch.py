@@ -25,12 +25,11 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _EARLY_PROGRAMS = 4
 #: Programs of a store, so many that each multiprocessor has several.
 _STORE_PROGRAMS = 1024
-#: Tiles of a sequence up to which it is not worth cutting, and programs a multiprocessor that
-#: uneven sequences are cut into.
+#: Tiles of a sequence up to which it is not worth cutting.
 _FEW_TILES = 32
-_UNEVEN_PROGRAMS = 22
-#: Most sequences whose shares a program computes from their lengths.
+#: Most sequences whose shares a program computes from their lengths, and most tiles of them all.
 _SHARED_SEQS = 1024
+_SHARED_TILES = 2**26
 #: Where results must not depend on the batch: tokens of a KV split, scratch at most, and splits
 #: and coordinates of a program of `merge`.
 SPLIT_TOKENS = 1024
@@ -736,8 +735,8 @@ def _num_splits(
 
 def _num_parts(
     call: AttentionCall, tile: _Tile, device: Device, splits: int, programs: int, part_bytes: int
-) -> tuple[int, int]:
-    """Parts of all sequences together where they may differ in length, and how much finer then.
+) -> int:
+    """Programs that share all sequences, where these may differ in length.
 
     Args:
         call, tile, device: as in `plan_attention`.
@@ -745,18 +744,17 @@ def _num_parts(
         programs, part_bytes: of a part, and of its partial sums.
 
     Returns:
-        the parts of equal sequences, as many as ``splits``, and ``FINER`` of `shares`; 0 and 1
-        where each sequence has ``splits``, as few programs do: starting more takes them time.
+        as many as ``splits`` are for all; 0 where each sequence has ``splits``, as few programs
+        do: finding their shares takes them time.
     """
     longest = -(-call.max_seq_len // tile.block_t)
     parts = splits * call.num_seqs
-    most = MAX_SCRATCH_BYTES // part_bytes - call.num_seqs
     few_tiles = splits == 1 and longest <= _FEW_TILES
     few_programs = programs * parts <= _EARLY_PROGRAMS * device.num_sms
-    if call.num_seqs < 2 or few_tiles or few_programs or parts > most:
-        return 0, 1
-    wanted = -(-_UNEVEN_PROGRAMS * device.num_sms // (programs * parts))
-    return parts, max(1, min(wanted, 3, most // parts))
+    too_many = parts + call.num_seqs > MAX_SCRATCH_BYTES // part_bytes
+    if call.num_seqs < 2 or few_tiles or few_programs or too_many:
+        return 0
+    return parts
 
 
 class _Pieces(NamedTuple):
@@ -823,9 +821,9 @@ def plan_attention(
             ``num_warps``, ``num_stages``, ``num_splits``, ``asm`` (0: no inline PTX), ``early``
             (whether kernels let the next one start early), ``unpack`` (whether tokens are decoded
             once, to a scratch, before they are attended) and ``piece_tokens`` (of that scratch);
-            ``parts`` of all sequences together, in shares of their lengths, where each has one
-            block of rows: by default as many as equal splits would be, more for uneven lengths,
-            where that gives many programs.
+            ``parts``: programs that share all sequences together by their lengths, for each block
+            of a head, where each sequence has one block of rows: by default as many as equal splits
+            would have, where those are many.
             ``deterministic="batch"``: the bits of a row's result depend on its own sequence alone;
             KV splits then have ``split_tokens`` each, and the other overrides are a part of what
             fixes the bits.
@@ -875,12 +873,13 @@ def plan_attention(
         )
 
     coded = traits.has_value_matrix
-    parts, finer, block_b = 0, 1, 0
+    parts, block_b = 0, 0
     # Partial sums of a part: of all heads of a row, or of all blocks of a sequence's rows.
     part_rows = call.num_query_heads if decode else heads * tile.block_n
     blocks = -(-group // tile.block_n) if decode else 1
     one_block = not mixed and (decode or columns <= tile.block_n)
     can_share = one_block and not (batch or equal) and 1 <= call.num_seqs <= _SHARED_SEQS
+    can_share = can_share and call.num_seqs * (call.max_seq_len // tile.block_t + 3) < _SHARED_TILES
     if "parts" in over:
         if not can_share:
             raise ValueError(
@@ -889,18 +888,16 @@ def plan_attention(
             )
         parts = over["parts"]
     elif can_share and not over.get("unpack") and tile.block_n < _WIDE:
-        parts, finer = _num_parts(call, tile, device, splits, heads * blocks, 4 * part_rows * dim)
-    most_parts = parts * finer + call.num_seqs
+        parts = _num_parts(call, tile, device, splits, heads * blocks, 4 * part_rows * dim)
     if parts:
         block_b = next(n for n in (64, 256, _SHARED_SEQS) if n >= call.num_seqs)
-        num_blocks = most_parts * blocks
+        num_blocks = blocks
     partial = splits > 1 or batch or parts > 0
     pdl = device.kind == "cuda" and device.capability >= 90
     # Where few programs wait, they leave those before them the room they need. With 16 query rows
     # a program (and four times the programs of `merge`) that was slower throughout.
-    attention_grid = num_blocks * heads * (1 if parts else splits)
-    idle = (most_parts - parts) * blocks * heads if parts else 0
-    few_programs = attention_grid - idle <= _EARLY_PROGRAMS * device.num_sms
+    attention_grid = num_blocks * heads * (parts or splits)
+    few_programs = attention_grid <= _EARLY_PROGRAMS * device.num_sms
     few_programs = few_programs and tile.block_n <= 8
     early = pdl and not mixed and bool(over.get("early", partial and few_programs))
     coded_strides = (call.num_query_heads * dim, dim, 1)
@@ -917,11 +914,15 @@ def plan_attention(
         shape = (rows, splits)
         state_shape = shape
         if parts:
-            shape = (most_parts, part_rows)
+            # One more for each sequence that a program begins besides its first.
+            shape = (parts + call.num_seqs, part_rows)
             # Behind them, where the parts of each token's rows are.
             state_shape = (shape[0] + -(-call.num_tokens // part_rows), part_rows)
         result = Buffer("partial", (*shape, dim), "float32")
         state = Buffer("state", (*state_shape, 2), "float32")
+    # Where sequences of one part write; elsewhere nothing does.
+    direct = final if parts else Buffer("direct", (1,), final.dtype)
+    direct_lse = lse if parts else Buffer("direct_lse", (1,), "float32")
     # An array that a kernel has no use for is one that is there anyway.
     sinks, slopes = (
         "sinks" if has_sinks else "row_terms",
@@ -940,7 +941,7 @@ def plan_attention(
         "OUT_STRIDE_N": final_strides[0],
         "OUT_STRIDE_H": final_strides[1],
         "OUT_STRIDE_D": final_strides[2],
-        "HAS_SINKS": has_sinks and not partial,
+        "HAS_SINKS": has_sinks and (parts > 0 or not partial),
         "HAS_VALUE_SHIFT": traits.has_value_offset,
         "SHIFT_STRIDE": traits.value_shift_stride,
         "SCALE": call.scale,
@@ -954,8 +955,7 @@ def plan_attention(
         "WIDE": tile.block_n >= _WIDE,
         "SPLIT_TILES": split_tiles,
         "BLOCK_B": block_b,
-        "FINER": finer,
-        "PREFETCH": early and _is_prefetched(page, layout, tile.block_t, cache_align),
+        "PREFETCH": early and not parts and _is_prefetched(page, layout, tile.block_t, cache_align),
         **page,
         **reader,
     }
@@ -1029,7 +1029,7 @@ def plan_attention(
             sinks, slopes,
         ),
         integers=(call.num_tokens, call.num_seqs, num_blocks, table_stride, parts or splits),
-        outputs=(result, state),
+        outputs=(result, state, direct, direct_lse),
         constexprs=_items(**constexprs),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -1080,7 +1080,7 @@ def plan_attention(
                 OUT_STRIDE_N=final_strides[0],
                 OUT_STRIDE_H=final_strides[1],
                 OUT_STRIDE_D=final_strides[2],
-                FINER=finer if shared else 0,
+                SHARED=shared,
                 BLOCK_S=block_s,
                 BLOCK_D=merge_d,
                 SPARSE=batch,
@@ -1094,7 +1094,8 @@ def plan_attention(
     merge = short = short_merge = output = None
     if partial:
         starts = "query_start_loc" if parts and not decode else "row_terms"
-        inputs = ("partial", "state", sinks, starts, "row_terms", "row_terms")
+        written = (final.name, "lse") if parts else ("row_terms", "row_terms")
+        inputs = ("partial", "state", sinks, starts, *written)
         block_n = tile.block_n if parts and not decode else 1
         merge = merge_of(rows, splits, inputs, ONE_BLOCK=False, BLOCK_N=block_n)
     if mixed:
@@ -1109,6 +1110,8 @@ def plan_attention(
             outputs=(
                 Buffer("short_partial", (*part_shape, dim), "float32"),
                 Buffer("short_state", (*part_shape, 2), "float32"),
+                direct,
+                direct_lse,
             ),
             constexprs=_items(
                 **constexprs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tests.cases import ATTENTION_CASES
@@ -47,12 +46,15 @@ def test_splits(num_seqs, seq_len):
         assert attention["BLOCK_B"] >= num_seqs
         parts = num_seqs * plan.num_splits
         assert plan.attention.integers[-1] == parts
-        # Room for one more of each sequence, and for finer ones.
-        places = parts * attention["FINER"] + num_seqs
-        assert plan.attention.grid == 8 * places
+        assert plan.attention.grid == 8 * parts
         assert plan.merge.integers == (parts, num_seqs)
-        assert constants(plan.merge)["FINER"] == attention["FINER"]
-        sums, state = (output.shape for output in plan.attention.outputs)
+        assert constants(plan.merge)["SHARED"]
+        # Room for one more of each sequence.
+        places = parts + num_seqs
+        sums, state, *direct = plan.attention.outputs
+        assert tuple(direct) == plan.merge.outputs
+        assert plan.merge.inputs[-2:] == tuple(output.name for output in direct)
+        sums, state = sums.shape, state.shape
         assert sums == (places, 32, 128)
         # Two numbers of each token behind the states.
         assert 32 * (state[0] - places) >= num_seqs
@@ -66,46 +68,21 @@ def test_splits(num_seqs, seq_len):
         assert plan.attention.integers[-1] == plan.num_splits
         if plan.merge is not None:
             shape = (num_seqs * 32, plan.num_splits)
-            assert [o.shape for o in plan.attention.outputs] == [(*shape, 128), (*shape, 2)]
+            sizes = [o.shape for o in plan.attention.outputs]
+            assert sizes == [(*shape, 128), (*shape, 2), (1,), (1,)]
             assert constants(plan.merge)["BLOCK_S"] >= plan.num_splits
     if plan.merge is not None:
         assert 4 * math.prod(plan.attention.outputs[0].shape) <= MAX_SCRATCH_BYTES
 
 
-def shares(tiles, parts, finer=1):
-    """The parts of each sequence, and tiles of the longest part, as the kernels compute them."""
-    if max(tiles) * len(tiles) > 2 * sum(tiles):
-        parts *= finer
-    size = max(-(-sum(tiles) // parts), 1)
-    counts = [max(-(-n // size), 1) for n in tiles]
-    longest = max(-(-n // c) for n, c in zip(tiles, counts, strict=True))
-    return counts, longest
-
-
 @pytest.mark.parametrize("num_seqs, seq_len", [(2, 131072), (8, 32768), (64, 8192), (200, 8193)])
-def test_equal_sequences_have_equal_parts(num_seqs, seq_len):
+def test_sequences_share_as_many_programs_as_equal_splits(num_seqs, seq_len):
+    """What a program then has, tests/interpret/test_shares.py says."""
     plan = attention_plan("4bit", num_seqs=num_seqs, seq_len=seq_len)
-    tiles = -(-seq_len // constants(plan.attention)["BLOCK_T"])
-    parts, finer = plan.attention.integers[-1], constants(plan.attention)["FINER"]
-    counts, longest = shares([tiles] * num_seqs, parts, finer)
-    equal = -(-tiles // plan.num_splits)
-    assert longest == equal
-    assert set(counts) == {-(-tiles // equal)}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_shares_of_uneven_sequences(seed):
-    """No part is longer than all tiles over the parts, and there is room for all of them."""
-    rng = np.random.default_rng(seed)
-    lens = np.exp(rng.uniform(np.log(16), np.log(131072), 64)).astype(int)
-    for overrides in ({"parts": 192}, None):
-        plan = attention_plan("4bit", num_seqs=64, seq_len=131072, overrides=overrides)
-        parts, finer = plan.attention.integers[-1], constants(plan.attention)["FINER"]
-        assert (parts, finer) == (192, 1) if overrides else finer == 3
-        tiles = [-(-int(n) // 64) for n in lens]
-        counts, longest = shares(tiles, parts, finer)
-        assert sum(counts) <= plan.attention.outputs[0].shape[0]
-        assert longest <= -(-sum(tiles) // (parts * finer))
+    overrides = {"num_splits": plan.num_splits}
+    equal = attention_plan("4bit", num_seqs=num_seqs, seq_len=seq_len, overrides=overrides)
+    assert constants(plan.attention)["BLOCK_B"] > 0 == constants(equal.attention)["BLOCK_B"]
+    assert plan.attention.grid == equal.attention.grid
 
 
 def test_splits_that_are_asked_for_are_equal_parts():

@@ -156,7 +156,7 @@ def test_many_sequences_of_uneven_lengths(num_seqs, features, default):
     case = AttentionCase(
         FLAGSHIP, 128, 64, num_kv_heads=1, dtype="float16", batch=tuple(lens), **features
     )
-    # By default uneven lengths have finer parts, here from 200 sequences on.
+    # By default 64 sequences or fewer have equal splits here, as few programs do.
     plan = None if default else {"parts": 2 * num_seqs}
     first = check_decode(case, "triton", "cuda", plan=plan)
     again = check_decode(case, "triton", "cuda", plan=plan)

@@ -145,28 +145,28 @@ def test_parts_of_uneven_lengths(features):
 
 @pytest.mark.parametrize(
     "lens",
-    [(1, 1000, 0, 64, 300, 90, 17, 5, 33, 65), tuple(range(991, 1001))],
-    ids=["uneven", "equal"],
+    [(1, 1000, 0, 64, 300, 90, 17, 5, 33, 65), tuple(range(991, 1001)), (900,) * 10],
+    ids=["uneven", "near", "equal"],
 )
-def test_uneven_lengths_have_finer_parts(lens, monkeypatch):
-    """Without a plan; equal lengths have as many parts as splits in the same kernel."""
-    # Here a few programs are as many as a multiprocessor is given.
-    monkeypatch.setattr(dispatch, "_UNEVEN_PROGRAMS", 1000)
-    finer = []
+def test_lengths_that_differ_without_a_plan(lens, monkeypatch):
+    """Sequences of one part write their results; those of several are merged."""
+    monkeypatch.setattr(dispatch, "_FEW_TILES", 1)
+    shared = []
     plan_attention = dispatch.plan_attention
 
     def recorded(*args, **kwargs):
         plan = plan_attention(*args, **kwargs)
-        finer.append(dict(plan.attention.constexprs)["FINER"])
+        shared.append(dict(plan.attention.constexprs)["BLOCK_B"])
         return plan
 
     monkeypatch.setattr(dispatch, "plan_attention", recorded)
     # Another head size than the other cases have: none of their plans is at hand.
     case = AttentionCase(
-        head_dim=48, num_kv_heads=1, group=2, batch=tuple((1, n) for n in lens), dtype="float16"
-    )
+        head_dim=48, num_kv_heads=1, group=2, batch=tuple((1, n) for n in lens), dtype="float16",
+        sinks=True,
+    )  # fmt: skip
     check_decode(case, "interpret")
-    assert finer == [3]
+    assert shared == [64]
 
 
 @pytest.mark.parametrize("features", [

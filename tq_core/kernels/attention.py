@@ -34,7 +34,7 @@ from tq_core.kernels.codes import (
     typed_ptr,
 )
 from tq_core.kernels.order import let_next_start, prefetch, wait_for_previous
-from tq_core.kernels.shares import pick, shares
+from tq_core.kernels.shares import cut, lay_out, pick
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -456,17 +456,109 @@ def _prefetch_tile(
     prefetch(meta_ptr + lane % LANES % chunks * 16, 16)
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_stride", "num_splits"]
-)
-def attention(
-    query_ptr, row_terms_ptr, cache_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr,
-    key_table_ptr, value_table_ptr, phase_ptr, value_shift_ptr, sinks_ptr, slopes_ptr,
-    num_tokens, num_seqs, num_blocks, table_stride, num_splits,
-    out_ptr, lse_ptr,
-    DECODE: tl.constexpr, ONE_BLOCK: tl.constexpr, SHORT: tl.constexpr,
-    PARTIAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+@triton.jit
+def _store_final(
+    out_ptr, lse_ptr, flat, row, query_head, acc, m, l, z, mask_n, shift_ptr, sinks_ptr,
+    OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr,
+    VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_CODES: tl.constexpr,
+    VALUE_PAIRED: tl.constexpr, VALUE_FACTOR: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Output and LSE of rows whose sums are whole; the sink is counted here."""
+    total = l
+    decay = l
+    nothing = tl.full([m.shape[0]], float("-inf"), tl.float32)
+    if HAS_SINKS:
+        nothing = tl.load(sinks_ptr + query_head, mask=mask_n, other=float("-inf"))
+        sink = nothing * LOG2E
+        # The maximum moves up to the sink's where that is larger.
+        m_new = tl.maximum(m, tl.where(sink == float("-inf"), NEVER, sink))
+        decay = tl.exp2(m - m_new)
+        m = m_new
+        l = l * decay
+        z = z * decay
+        total = l + tl.exp2(sink - m)
+    lse = tl.where(l != 0, (m + tl.log2(total)) * LN2, nothing)
+    tl.store(lse_ptr + flat, lse, mask=mask_n)
+    norm = 1 / tl.where(total != 0, total, 1.0)
+    at = row.to(tl.int64) * OUT_STRIDE_N + query_head * OUT_STRIDE_H
+    _store_rows(
+        out_ptr, at, acc, l, z, decay, norm, mask_n, shift_ptr, HAS_SINKS, True, OUT_STRIDE_D,
+        HAS_VALUE_SHIFT, VALUE_KIND, VALUE_BITS, VALUE_CODES, VALUE_PAIRED, VALUE_FACTOR, HEAD_DIM,
+        NUM_VALUE, BLOCK_VALUE, WIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_rows(
+    out_ptr, at, acc, l, z, decay, norm, mask_row, shift_ptr,
+    DECAYED: tl.constexpr, NORMED: tl.constexpr, STRIDE_D: tl.constexpr,
+    HAS_VALUE_SHIFT: tl.constexpr, VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr,
+    VALUE_CODES: tl.constexpr, VALUE_PAIRED: tl.constexpr, VALUE_FACTOR: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Stores weighted sums of values, one row at each ``at``; ``z`` and ``l`` are decayed."""
+    TOGETHER: tl.constexpr = 2 if VALUE_PAIRED else 1
+    for p in tl.static_range(len(acc)):
+        if WIDE:
+            offs_d = tl.arange(0, BLOCK_VALUE * VALUE_CODES)
+            mask_d = offs_d < HEAD_DIM
+            o = tl.trans(acc[p])
+        else:
+            offs_r = tl.arange(0, BLOCK_VALUE * TOGETHER)
+            mask_d = offs_r % BLOCK_VALUE < NUM_VALUE
+            offs_d = offs_r % BLOCK_VALUE * VALUE_CODES + p
+            offs_d = offs_d + offs_r // BLOCK_VALUE * (VALUE_CODES // TOGETHER)
+            o = acc[p]
+        if VALUE_KIND == "int" and WIDE:
+            place = 1 << (offs_d % VALUE_CODES * VALUE_BITS % 8)
+            o = o * (VALUE_FACTOR / place.to(tl.float32))[:, None]
+        elif VALUE_KIND == "int":
+            o = o * (VALUE_FACTOR / 2 ** (VALUE_BITS * p % 8))
+        else:
+            o = o * VALUE_FACTOR
+        if DECAYED:
+            o = o * decay[None, :]
+        if VALUE_KIND == "int":
+            o = o + z[None, :]
+        if HAS_VALUE_SHIFT:
+            nu = tl.load(shift_ptr + offs_d, mask=mask_d, other=0.0)
+            o = o + nu[:, None] * l[None, :]
+        if NORMED:
+            o = o * norm[None, :]
+        tl.store(
+            out_ptr + at[None, :] + (offs_d * STRIDE_D)[:, None],
+            o.to(out_ptr.dtype.element_ty),
+            mask=mask_row[None, :] & mask_d[:, None],
+        )
+
+
+@triton.jit
+def _store_part(
+    out_ptr, lse_ptr, part, acc, m, l, z, mask_n, shift_ptr,
+    HAS_VALUE_SHIFT: tl.constexpr, VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr,
+    VALUE_CODES: tl.constexpr, VALUE_PAIRED: tl.constexpr, VALUE_FACTOR: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Unnormalised sums, maximum and mass of rows, for `merge`."""
+    tl.store(lse_ptr + part * 2, m, mask=mask_n)
+    tl.store(lse_ptr + part * 2 + 1, l, mask=mask_n)
+    _store_rows(
+        out_ptr, part * HEAD_DIM, acc, l, z, l, l, mask_n & (l != 0), shift_ptr, False, False, 1,
+        HAS_VALUE_SHIFT, VALUE_KIND, VALUE_BITS, VALUE_CODES, VALUE_PAIRED, VALUE_FACTOR, HEAD_DIM,
+        NUM_VALUE, BLOCK_VALUE, WIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    query_ptr, row_terms_ptr, cache_ptr, block_table_ptr, key_table_ptr, value_table_ptr,
+    phase_ptr, value_shift_ptr, sinks_ptr, slopes_ptr, num_tokens, table_stride,
+    seq, seq_len, first_row, num_rows, first_column, head, split, num_splits, part, is_whole,
+    out_ptr, lse_ptr, direct_ptr, direct_lse_ptr,
+    DECODE: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    NUM_QUERY_HEADS: tl.constexpr, GROUP: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_ALIBI: tl.constexpr,
@@ -488,111 +580,19 @@ def attention(
     HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
-    SPLIT_TILES: tl.constexpr, BLOCK_B: tl.constexpr, FINER: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One (block of query rows, KV head, KV split).
+    """A block of query rows over a range of its sequence's tiles.
 
-    ``PARTIAL``: ``out_ptr`` is fp32 ``[N * Hq, num_splits, D]`` of unnormalised sums and
-    ``lse_ptr`` fp32 ``[N * Hq, num_splits, 2]`` of (maximum, sum); a split that saw nothing writes
-    only a zero sum. Otherwise they are the output and the natural-log LSE ``[N, Hq]``.
-    ``WIDE``: query rows lie on the M axis of the dots, for blocks of 64 rows or more.
-    ``DECODE``: row b belongs to sequence b; otherwise ``num_blocks`` covers every sequence's rows
-    and the rows past the last sequence, found by bisection of ``query_start_loc``.
-    ``SHORT``: sequences of at most that many rows, of all heads of a group, are another launch's.
-    ``ONE_BLOCK``: that launch, a block for each sequence; it has partial sums
-    ``[B, Hk, BLOCK_N, num_splits, ...]``.
-    ``SPLIT_TILES``: split s has as many tiles from tile ``s * SPLIT_TILES`` of its sequence on, and
-    a row's tiles come in their order, whatever other rows its block has; 0: splits are equal parts.
-    ``BLOCK_B``: at least B, where a block has all rows of a sequence, or with ``DECODE``:
-    ``num_splits`` is the number of parts that all sequences together are cut into, in shares of
-    their lengths (`shares`), and partial sums are ``[parts, Hk, BLOCK_N, ...]``, with ``DECODE``
-    ``[parts, Hq, ...]``, for ``num_splits * FINER + B`` parts; behind them ``lse_ptr`` has int32
-    ``(place of the first part of its first head, number of parts)`` of each token.
-    0: each sequence has ``num_splits``.
+    The range is that of KV split ``split`` of ``num_splits``; with ``SHARED`` from tile ``split``
+    on ``num_splits`` tiles. ``part``: places of its partial sums. ``is_whole``: with ``SHARED``,
+    that there are no others, so that the output and LSE go to ``direct_ptr``.
     """
-    let_next_start(EARLY)
-    pid = tl.program_id(0)
-    block = pid % num_blocks
-    rest = pid // num_blocks
-    head = rest % NUM_KV_HEADS
-    split = rest // NUM_KV_HEADS
-    BLOCKS: tl.constexpr = (GROUP + BLOCK_N - 1) // BLOCK_N if DECODE else 1
-    if BLOCK_B > 0:
-        # Parts that are not there come last.
-        head = pid % NUM_KV_HEADS
-        block = pid // NUM_KV_HEADS
-        unit = block // BLOCKS
-        seq_len_b, parts_b, end_b = shares(
-            seq_lens_ptr, num_seqs, num_splits, WINDOW, BLOCK_B, BLOCK_T, FINER
-        )
-        seq = tl.sum((end_b <= unit).to(tl.int32), 0)
-        if seq >= num_seqs:
-            return
-        all_parts = num_splits * FINER + num_seqs
-        num_splits = pick(parts_b, seq)
-        split = unit - pick(end_b, seq) + num_splits
-        seq_len = pick(seq_len_b, seq)
-    offs_n = tl.arange(0, BLOCK_N)
-
-    if DECODE:
-        if BLOCK_B == 0:
-            seq = block // BLOCKS
-        first_row = seq
-        num_rows: tl.constexpr = 1
-        first_column = (block % BLOCKS) * BLOCK_N
-    elif BLOCK_B > 0:
-        first_row = tl.load(query_start_loc_ptr + seq)
-        num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
-        first_column = 0
-    elif ONE_BLOCK:
-        seq = block
-        first_row = tl.load(query_start_loc_ptr + seq)
-        num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
-        first_column = 0
-        if num_rows * GROUP > BLOCK_N:
-            return
-    else:
-        low = 0
-        high = num_seqs
-        while low < high:
-            mid = (low + high + 1) // 2
-            at = tl.load(query_start_loc_ptr + mid) * GROUP // BLOCK_N + mid
-            if at <= block:
-                low = mid
-            else:
-                high = mid - 1
-        seq = low
-        first_row = tl.load(query_start_loc_ptr + seq)
-        first_column = (block - (first_row * GROUP // BLOCK_N + seq)) * BLOCK_N
-        if seq == num_seqs:
-            num_rows = num_tokens - first_row
-        else:
-            num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
-    if first_column >= num_rows * GROUP:
-        return
-
-    column = first_column + offs_n
+    column = first_column + tl.arange(0, BLOCK_N)
     mask_n = column < num_rows * GROUP
     row = column // GROUP
     query_head = head * GROUP + column % GROUP
     flat = (first_row + row).to(tl.int64) * NUM_QUERY_HEADS + query_head
-    part = flat * num_splits + split
-    if ONE_BLOCK:
-        part = ((seq * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N + offs_n) * num_splits + split
-    if BLOCK_B > 0 and DECODE:
-        part = unit.to(tl.int64) * NUM_QUERY_HEADS + query_head
-    elif BLOCK_B > 0:
-        part = (unit * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N + offs_n
-    if SHORT > 0:
-        if (seq < num_seqs) & (num_rows * GROUP <= SHORT):
-            if PARTIAL:
-                tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
-            return
-    if BLOCK_B == 0:
-        if DECODE:
-            seq_len = tl.load(seq_lens_ptr + seq)
-        else:
-            seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
     shift = seq_len - num_rows
     position = shift + row
     first_position = shift + tl.min(row, 0)
@@ -611,7 +611,10 @@ def attention(
         whole_start = tl.maximum(last_position - WINDOW + 1, 0)
     start = first_token // BLOCK_T
     stop = tl.cdiv(tl.maximum(end_token, 0), BLOCK_T)
-    if SPLIT_TILES > 0:
+    if SHARED:
+        start = tl.minimum(split, stop)
+        stop = tl.minimum(split + num_splits, stop)
+    elif SPLIT_TILES > 0:
         stop = tl.minimum(stop, (split + 1) * SPLIT_TILES)
         start = tl.minimum(tl.maximum(start, split * SPLIT_TILES), stop)
     else:
@@ -648,14 +651,6 @@ def attention(
                 KEY_HEAD_STRIDE, META_BASE, META_HEAD_STRIDE, BLOCK_T,
             )  # fmt: skip
     wait_for_previous(PDL)
-    if BLOCK_B > 0:
-        if (split == 0) & (head == 0):
-            PART_ROWS: tl.constexpr = NUM_QUERY_HEADS if DECODE else NUM_KV_HEADS * BLOCK_N
-            first_part = unit * PART_ROWS + (row * 0 if DECODE else row * GROUP)
-            table_ptr = typed_ptr(lse_ptr, 4) + all_parts.to(tl.int64) * PART_ROWS * 2
-            table_ptr = table_ptr + (first_row + row).to(tl.int64) * 2
-            tl.store(table_ptr, first_part, mask=mask_n)
-            tl.store(table_ptr + 1, num_splits + row * 0, mask=mask_n)
     if SPLIT_TILES > 0:
         if start >= stop:
             tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
@@ -752,64 +747,222 @@ def attention(
     if not WIDE:
         l = tl.sum(l, 0)
         z = tl.sum(z, 0)
-    mask_row = mask_n
-    if PARTIAL:
-        tl.store(lse_ptr + part * 2, m, mask=mask_n)
-        tl.store(lse_ptr + part * 2 + 1, l, mask=mask_n)
-        mask_row = mask_row & (l != 0)
+    shift_ptr = value_shift_ptr + head * SHIFT_STRIDE
+    if not PARTIAL:
+        _store_final(
+            out_ptr, lse_ptr, flat, first_row + row, query_head, acc, m, l, z, mask_n, shift_ptr,
+            sinks_ptr, OUT_STRIDE_N, OUT_STRIDE_H, OUT_STRIDE_D, HAS_SINKS, HAS_VALUE_SHIFT,
+            VALUE_KIND, VALUE_BITS, VALUE_CODES, VALUE_PAIRED, VALUE_FACTOR, HEAD_DIM, NUM_VALUE,
+            BLOCK_VALUE, WIDE,
+        )  # fmt: skip
+    elif SHARED:
+        if is_whole:
+            _store_final(
+                direct_ptr, direct_lse_ptr, flat, first_row + row, query_head, acc, m, l, z, mask_n,
+                shift_ptr, sinks_ptr, OUT_STRIDE_N, OUT_STRIDE_H, OUT_STRIDE_D, HAS_SINKS,
+                HAS_VALUE_SHIFT, VALUE_KIND, VALUE_BITS, VALUE_CODES, VALUE_PAIRED, VALUE_FACTOR,
+                HEAD_DIM, NUM_VALUE, BLOCK_VALUE, WIDE,
+            )  # fmt: skip
+        else:
+            _store_part(
+                out_ptr, lse_ptr, part, acc, m, l, z, mask_n, shift_ptr, HAS_VALUE_SHIFT,
+                VALUE_KIND, VALUE_BITS, VALUE_CODES, VALUE_PAIRED, VALUE_FACTOR, HEAD_DIM,
+                NUM_VALUE, BLOCK_VALUE, WIDE,
+            )  # fmt: skip
     else:
-        total = l
-        nothing = tl.full([BLOCK_N], float("-inf"), tl.float32)
-        if HAS_SINKS:
-            nothing = tl.load(sinks_ptr + query_head, mask=mask_n, other=float("-inf"))
-            sink = nothing * LOG2E
-            # The maximum moves up to the sink's where that is larger.
-            m_new = tl.maximum(m, tl.where(sink == float("-inf"), NEVER, sink))
-            decay = tl.exp2(m - m_new)
-            m = m_new
-            l = l * decay
-            z = z * decay
-            total = l + tl.exp2(sink - m)
-        lse = tl.where(l != 0, (m + tl.log2(total)) * LN2, nothing)
-        tl.store(lse_ptr + flat, lse, mask=mask_n)
-        norm = 1 / tl.where(total != 0, total, 1.0)
-    for p in tl.static_range(len(acc)):
-        if WIDE:
-            offs_d = tl.arange(0, BLOCK_VALUE * VALUE_CODES)
-            mask_d = offs_d < HEAD_DIM
-            o = tl.trans(acc[p])
+        _store_part(
+            out_ptr, lse_ptr, part, acc, m, l, z, mask_n, shift_ptr, HAS_VALUE_SHIFT, VALUE_KIND,
+            VALUE_BITS, VALUE_CODES, VALUE_PAIRED, VALUE_FACTOR, HEAD_DIM, NUM_VALUE, BLOCK_VALUE,
+            WIDE,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_stride", "num_splits"]
+)
+def attention(
+    query_ptr, row_terms_ptr, cache_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr,
+    key_table_ptr, value_table_ptr, phase_ptr, value_shift_ptr, sinks_ptr, slopes_ptr,
+    num_tokens, num_seqs, num_blocks, table_stride, num_splits,
+    out_ptr, lse_ptr, direct_ptr, direct_lse_ptr,
+    DECODE: tl.constexpr, ONE_BLOCK: tl.constexpr, SHORT: tl.constexpr,
+    PARTIAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_VALUE_SHIFT: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    KEY_HEAD_STRIDE: tl.constexpr, KEY_SLOT_STRIDE: tl.constexpr,
+    VALUE_BASE: tl.constexpr, VALUE_HEAD_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr,
+    VALUE_WORD_MAJOR: tl.constexpr, VALUE_WHOLE: tl.constexpr, VALUE_TAIL: tl.constexpr,
+    META_BASE: tl.constexpr, META_HEAD_STRIDE: tl.constexpr, META_VALUE: tl.constexpr,
+    META_PAIRS: tl.constexpr, META_PAIR_LOAD: tl.constexpr, KEY_PAIR_LOAD: tl.constexpr,
+    KEY_KIND: tl.constexpr, KEY_BITS: tl.constexpr, KEY_UNIT: tl.constexpr,
+    KEY_ELEMENT: tl.constexpr, KEY_CODES: tl.constexpr, KEY_PLANAR: tl.constexpr,
+    KEY_BYTES: tl.constexpr, KEY_BIAS: tl.constexpr,
+    KEY_ASM: tl.constexpr, KEY_CONSTRAINTS: tl.constexpr,
+    VALUE_KIND: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_UNIT: tl.constexpr,
+    VALUE_ELEMENT: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_PAIRED: tl.constexpr,
+    VALUE_FACTOR: tl.constexpr,
+    VALUE_CUBIC: tl.constexpr, VALUE_ASM: tl.constexpr, VALUE_CONSTRAINTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """One (block of query rows, KV head, KV split), or a share of several.
+
+    ``PARTIAL``: ``out_ptr`` is fp32 ``[N * Hq, num_splits, D]`` of unnormalised sums and
+    ``lse_ptr`` fp32 ``[N * Hq, num_splits, 2]`` of (maximum, sum); a split that saw nothing writes
+    only a zero sum. Otherwise they are the output and the natural-log LSE ``[N, Hq]``.
+    ``WIDE``: query rows lie on the M axis of the dots, for blocks of 64 rows or more.
+    ``DECODE``: row b belongs to sequence b; otherwise ``num_blocks`` covers every sequence's rows
+    and the rows past the last sequence, found by bisection of ``query_start_loc``.
+    ``SHORT``: sequences of at most that many rows, of all heads of a group, are another launch's.
+    ``ONE_BLOCK``: that launch, a block for each sequence; it has partial sums
+    ``[B, Hk, BLOCK_N, num_splits, ...]``.
+    ``SPLIT_TILES``: split s has as many tiles from tile ``s * SPLIT_TILES`` of its sequence on, and
+    a row's tiles come in their order, whatever other rows its block has; 0: splits are equal parts.
+    ``BLOCK_B``: at least B, where a block has all rows of a sequence, or with ``DECODE``:
+    ``num_splits`` programs share the tiles of all sequences (`shares`), of each of ``num_blocks``
+    blocks of a head. Partial sums are ``[num_splits + B, Hk, BLOCK_N, ...]``, with ``DECODE``
+    ``[num_splits + B, Hq, ...]``; behind them ``lse_ptr`` has int32 places of the first and of the
+    last part of each token's first head. What has one part goes to ``direct_ptr`` and
+    ``direct_lse_ptr``, used for nothing else. 0: each sequence has ``num_splits``.
+    """
+    let_next_start(EARLY)
+    pid = tl.program_id(0)
+    if BLOCK_B > 0:
+        head = pid % NUM_KV_HEADS
+        block = pid // NUM_KV_HEADS % num_blocks
+        share = pid // NUM_KV_HEADS // num_blocks
+        first_column = block * BLOCK_N
+        lens, firsts, tiles, ends = lay_out(
+            seq_lens_ptr, query_start_loc_ptr, num_seqs, DECODE, WINDOW, BLOCK_B, BLOCK_T
+        )
+        from_seq, from_tile = cut(share, num_splits, num_seqs, tiles, ends)
+        to_seq, to_tile = cut(share + 1, num_splits, num_seqs, tiles, ends)
+        wait_for_previous(PDL)
+        PART_ROWS: tl.constexpr = NUM_QUERY_HEADS if DECODE else NUM_KV_HEADS * BLOCK_N
+        table_ptr = typed_ptr(lse_ptr, 4)
+        table_ptr = table_ptr + (num_splits + num_seqs).to(tl.int64) * PART_ROWS * 2
+        for step in range(to_seq - from_seq + tl.minimum(to_tile, 1)):
+            seq = from_seq + step
+            count = pick(tiles, seq)
+            start = tl.where(seq == from_seq, from_tile, 0)
+            stop = tl.where(seq == to_seq, to_tile, count)
+            if count > 0:
+                first_row = seq
+                num_rows = 1
+                if not DECODE:
+                    first_row = tl.load(query_start_loc_ptr + seq)
+                    num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
+                place = share + seq
+                offs_n = tl.arange(0, BLOCK_N)
+                if (head == 0) & (block == 0):
+                    token_ptr = table_ptr + (first_row + offs_n).to(tl.int64) * 2
+                    # That of its first head.
+                    places = place * PART_ROWS + offs_n * GROUP
+                    num_first = tl.where(start == 0, num_rows, 0)
+                    num_last = tl.where(stop == count, num_rows, 0)
+                    tl.store(token_ptr, places, mask=offs_n < num_first)
+                    tl.store(token_ptr + 1, places, mask=offs_n < num_last)
+                if DECODE:
+                    part = place.to(tl.int64) * NUM_QUERY_HEADS + head * GROUP + first_column
+                else:
+                    part = (place * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N
+                _attend(
+                    query_ptr, row_terms_ptr, cache_ptr, block_table_ptr, key_table_ptr,
+                    value_table_ptr, phase_ptr, value_shift_ptr, sinks_ptr, slopes_ptr, num_tokens,
+                    table_stride,
+                    seq, pick(lens, seq), first_row, num_rows, first_column, head,
+                    pick(firsts, seq) + start, stop - start, part + offs_n,
+                    (start == 0) & (stop == count), out_ptr, lse_ptr, direct_ptr, direct_lse_ptr,
+                    DECODE, PARTIAL, PDL, EARLY, NUM_QUERY_HEADS, GROUP, OUT_STRIDE_N, OUT_STRIDE_H,
+                    OUT_STRIDE_D, HAS_SINKS, HAS_VALUE_SHIFT, SHIFT_STRIDE, SCALE, SOFTCAP,
+                    HAS_OFFSET, HAS_ALIBI, CAUSAL, WINDOW, PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE,
+                    KEY_SLOT_STRIDE, VALUE_BASE, VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE,
+                    VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL, META_BASE, META_HEAD_STRIDE,
+                    META_VALUE, META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD, KEY_KIND, KEY_BITS,
+                    KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_BIAS, KEY_ASM,
+                    KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
+                    VALUE_PAIRED, VALUE_FACTOR, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM,
+                    NUM_KEY, NUM_VALUE, BLOCK_T, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, WIDE, PREFETCH,
+                    SPLIT_TILES, True,
+                )  # fmt: skip
+        return
+    block = pid % num_blocks
+    rest = pid // num_blocks
+    head = rest % NUM_KV_HEADS
+    split = rest // NUM_KV_HEADS
+    offs_n = tl.arange(0, BLOCK_N)
+
+    if DECODE:
+        BLOCKS: tl.constexpr = (GROUP + BLOCK_N - 1) // BLOCK_N
+        seq = block // BLOCKS
+        first_row = seq
+        num_rows: tl.constexpr = 1
+        first_column = (block % BLOCKS) * BLOCK_N
+    elif ONE_BLOCK:
+        seq = block
+        first_row = tl.load(query_start_loc_ptr + seq)
+        num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
+        first_column = 0
+        if num_rows * GROUP > BLOCK_N:
+            return
+    else:
+        low = 0
+        high = num_seqs
+        while low < high:
+            mid = (low + high + 1) // 2
+            at = tl.load(query_start_loc_ptr + mid) * GROUP // BLOCK_N + mid
+            if at <= block:
+                low = mid
+            else:
+                high = mid - 1
+        seq = low
+        first_row = tl.load(query_start_loc_ptr + seq)
+        first_column = (block - (first_row * GROUP // BLOCK_N + seq)) * BLOCK_N
+        if seq == num_seqs:
+            num_rows = num_tokens - first_row
         else:
-            offs_r = tl.arange(0, ROWS)
-            mask_d = offs_r % BLOCK_VALUE < NUM_VALUE
-            offs_d = offs_r % BLOCK_VALUE * VALUE_CODES + p
-            offs_d = offs_d + offs_r // BLOCK_VALUE * (VALUE_CODES // TOGETHER)
-            o = acc[p]
-        mask_out = mask_row[None, :] & mask_d[:, None]
-        if VALUE_KIND == "int" and WIDE:
-            place = 1 << (offs_d % VALUE_CODES * VALUE_BITS % 8)
-            o = o * (VALUE_FACTOR / place.to(tl.float32))[:, None]
-        elif VALUE_KIND == "int":
-            o = o * (VALUE_FACTOR / 2 ** (VALUE_BITS * p % 8))
-        else:
-            o = o * VALUE_FACTOR
-        if not PARTIAL:
-            if HAS_SINKS:
-                o = o * decay[None, :]
-        if VALUE_KIND == "int":
-            o = o + z[None, :]
-        if HAS_VALUE_SHIFT:
-            at = value_shift_ptr + head * SHIFT_STRIDE + offs_d
-            nu = tl.load(at, mask=mask_d, other=0.0)
-            o = o + nu[:, None] * l[None, :]
-        if PARTIAL:
-            at = part[None, :] * HEAD_DIM + offs_d[:, None]
-            tl.store(out_ptr + at, o, mask=mask_out)
-        else:
-            o = o * norm[None, :]
-            at = ((first_row + row).to(tl.int64) * OUT_STRIDE_N + query_head * OUT_STRIDE_H)[
-                None, :
-            ] + (offs_d * OUT_STRIDE_D)[:, None]
-            tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask_out)
+            num_rows = tl.load(query_start_loc_ptr + seq + 1) - first_row
+    if first_column >= num_rows * GROUP:
+        return
+
+    column = first_column + offs_n
+    mask_n = column < num_rows * GROUP
+    row = column // GROUP
+    query_head = head * GROUP + column % GROUP
+    flat = (first_row + row).to(tl.int64) * NUM_QUERY_HEADS + query_head
+    part = flat * num_splits + split
+    if ONE_BLOCK:
+        part = ((seq * NUM_KV_HEADS + head).to(tl.int64) * BLOCK_N + offs_n) * num_splits + split
+    if SHORT > 0:
+        if (seq < num_seqs) & (num_rows * GROUP <= SHORT):
+            if PARTIAL:
+                tl.store(lse_ptr + part * 2 + 1, tl.zeros([BLOCK_N], tl.float32), mask=mask_n)
+            return
+    if DECODE:
+        seq_len = tl.load(seq_lens_ptr + seq)
+    else:
+        seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
+    _attend(
+        query_ptr, row_terms_ptr, cache_ptr, block_table_ptr, key_table_ptr, value_table_ptr,
+        phase_ptr, value_shift_ptr, sinks_ptr, slopes_ptr, num_tokens, table_stride,
+        seq, seq_len, first_row, num_rows, first_column, head, split, num_splits, part, False,
+        out_ptr, lse_ptr, direct_ptr, direct_lse_ptr,
+        DECODE, PARTIAL, PDL, EARLY, NUM_QUERY_HEADS, GROUP, OUT_STRIDE_N, OUT_STRIDE_H,
+        OUT_STRIDE_D, HAS_SINKS, HAS_VALUE_SHIFT, SHIFT_STRIDE, SCALE, SOFTCAP, HAS_OFFSET,
+        HAS_ALIBI, CAUSAL, WINDOW, PAGE_SIZE, PAGE_STRIDE, KEY_HEAD_STRIDE, KEY_SLOT_STRIDE,
+        VALUE_BASE, VALUE_HEAD_STRIDE, VALUE_SLOT_STRIDE, VALUE_WORD_MAJOR, VALUE_WHOLE, VALUE_TAIL,
+        META_BASE, META_HEAD_STRIDE, META_VALUE, META_PAIRS, META_PAIR_LOAD, KEY_PAIR_LOAD,
+        KEY_KIND, KEY_BITS, KEY_UNIT, KEY_ELEMENT, KEY_CODES, KEY_PLANAR, KEY_BYTES, KEY_BIAS,
+        KEY_ASM, KEY_CONSTRAINTS, VALUE_KIND, VALUE_BITS, VALUE_UNIT, VALUE_ELEMENT, VALUE_CODES,
+        VALUE_PAIRED, VALUE_FACTOR, VALUE_CUBIC, VALUE_ASM, VALUE_CONSTRAINTS, HEAD_DIM, NUM_KEY,
+        NUM_VALUE, BLOCK_T, BLOCK_N, BLOCK_KEY, BLOCK_VALUE, WIDE, PREFETCH, SPLIT_TILES, False,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -849,7 +1002,7 @@ def merge(
     DECODE: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NUM_QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_D: tl.constexpr,
-    FINER: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SPARSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of one row from the partial sums of its splits; the sink is counted here.
@@ -857,8 +1010,9 @@ def merge(
     A program is one warp and has ``BLOCK_D`` coordinates; ``BLOCK_S`` splits are loaded at once.
     ``ONE_BLOCK``: of the rows of `attention` with that flag; the others stay as they are, in
     ``previous_out_ptr`` and ``previous_lse_ptr``, which are the outputs.
-    ``FINER``: of sequences that share ``num_splits`` parts as `attention` with ``BLOCK_B`` says;
-    ``DECODE`` and ``BLOCK_N`` are as there. 0: each has ``num_splits``.
+    ``SHARED``: of sequences whose parts lie where `attention` with ``BLOCK_B`` says, where
+    ``num_splits``, ``DECODE`` and ``BLOCK_N`` are from; rows of one part are in
+    ``previous_out_ptr`` already. Otherwise each has ``num_splits``.
     ``SPARSE``: most splits may have seen nothing: their sums are not read.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
@@ -882,14 +1036,15 @@ def merge(
     mask_d = offs_d < HEAD_DIM
     stride = 1
     first_part = part_row * num_splits
-    if FINER > 0:
+    if SHARED:
         stride = NUM_QUERY_HEADS if DECODE else NUM_QUERY_HEADS // GROUP * BLOCK_N
         token = row // NUM_QUERY_HEADS
         table_ptr = typed_ptr(state_ptr, 4)
-        table_ptr = table_ptr + (num_splits * FINER + num_seqs).to(tl.int64) * stride * 2
+        table_ptr = table_ptr + (num_splits + num_seqs).to(tl.int64) * stride * 2
         wait_for_previous(PDL)
-        first_part = tl.load(table_ptr + token * 2).to(tl.int64)
-        num_splits = tl.load(table_ptr + token * 2 + 1)
+        place = tl.load(table_ptr + token * 2)
+        num_splits = (tl.load(table_ptr + token * 2 + 1) - place) // stride + 1
+        first_part = place.to(tl.int64)
         if DECODE:
             first_part = first_part + head
         else:
@@ -897,6 +1052,8 @@ def merge(
             # Rows past the last sequence have no parts, and nothing was written for them.
             past = token >= tl.load(query_start_loc_ptr + num_seqs)
             num_splits = tl.where(past, 0, num_splits)
+        if num_splits == 1:
+            return
     state_ptr = state_ptr + first_part * 2
     part_ptr = part_ptr + first_part * HEAD_DIM
     top = NEVER
@@ -907,9 +1064,9 @@ def merge(
         top = tl.where(sink == float("-inf"), NEVER, sink)
     mass = 0.0
     o = tl.zeros([BLOCK_D], tl.float32)
-    if FINER == 0:
+    if not SHARED:
         wait_for_previous(PDL)
-    if FINER > 0 and BLOCK_S > FEW_PARTS:
+    if SHARED and BLOCK_S > FEW_PARTS:
         # Most sequences have few parts where some have many.
         if num_splits <= FEW_PARTS:
             o, top, mass = _add_splits(
