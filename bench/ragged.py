@@ -3,7 +3,7 @@
 One pool of pages is read three ways: by sequences whose lengths are log-uniform from ``--shortest``
 to ``--longest``; by as many of one length that have as many tokens; and by those of ``--shape``,
 bounded by their length and by ``--longest``. Each is timed with the plan that a call gets, whose
-parts are shares of the lengths, with as many equal parts of every sequence (``num_splits``), and
+programs share the tokens, with as many equal parts of every sequence (``num_splits``), and
 with results that do not depend on the batch. `ratio` is the time of a byte over that of the default
 plan of the second or, for the third, of the same sequences with their own bound. Outputs are
 compared with fp64 attention before anything is timed; gate and timing are those of `decode`.
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--longest", type=positive, default=131072, help="most tokens of a sequence")
     add(
         "--parts", type=listed(positive), default=None,
-        help="other numbers of parts of all sequences together to try, comma-separated",
+        help="other numbers of programs that share the tokens to try, comma-separated",
     )  # fmt: skip
     decode.add_common_arguments(parser, "ragged.csv")
 
