@@ -101,9 +101,7 @@ class Engine:
             if x is not None
         }
         package = self._package()
-        function = (
-            package.attention if "query_start_loc" in given else package.decode_attention
-        )
+        function = package.attention if "query_start_loc" in given else package.decode_attention
         if self.framework == "torch" and "out" not in given:
             given["out"] = self.array(np.full(given["query"].shape, np.nan), dtype)
         out, lse = function(**given, **options, return_lse=True, backend=self.backend)

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 from tests.engines import Engine
 from tests.property.checks import PROPERTIES
 from tests.property.running import run
+from tests.server import serve
 from tq_core import kernels
 
 if not kernels.interpreted():
@@ -23,3 +24,7 @@ ENGINE = Engine("torch", "interpret")
 @pytest.mark.parametrize("name", [n for n, p in PROPERTIES.items() if p.applies(ENGINE)])
 def test_property(name):
     run(name, ENGINE, {"attention": 4, "store": 4}.get(name, 2), size="small")
+
+
+def test_server():
+    assert serve(ENGINE, 6, seed=2)["rows attended"]

@@ -32,9 +32,7 @@ def main(words: list[str] | None = None) -> int:
 
     device = "cuda" if args.backend == "triton" else "cpu"
     engine = Engine(args.framework, args.backend, device)
-    names = [
-        n for n, p in PROPERTIES.items() if p.applies(engine) and n in (args.property or [n])
-    ]
+    names = [n for n, p in PROPERTIES.items() if p.applies(engine) and n in (args.property or [n])]
     shares = sum(PROPERTIES[n].share for n in names)
     tried: Counter[tuple[str, str]] = Counter()
     failed = []

@@ -142,9 +142,7 @@ def unused_bytes(example: Example, engine: Engine) -> None:
     rng = _rng(example, "unused")
     first = _call(engine, example, made.call)
     cache = made.call["cache"]
-    noise = rng.choice(
-        [np.zeros_like(cache), rng.integers(0, 256, cache.shape, dtype=np.uint8)]
-    )
+    noise = rng.choice([np.zeros_like(cache), rng.integers(0, 256, cache.shape, dtype=np.uint8)])
     call = {**made.call, "cache": np.where(made.used, cache, noise)}
     if example.at_least == (0, 0, 0):
         # Pages that nothing refers to, and columns of the table that nobody reads.
@@ -287,7 +285,7 @@ def strides(example: Example, engine: Engine) -> None:
         axes = [int(a) for a in rng.permutation(x.ndim)]
         step = int(rng.integers(1, 4))
         shape = [x.shape[a] for a in axes]
-        wide = torch.full((*shape[:-1], step * shape[-1] + 1), 99, dtype=x.dtype)
+        wide = torch.full((*shape[:-1], step * shape[-1] + 1), 99, dtype=x.dtype, device=x.device)
         view = wide[..., 1::step][..., : shape[-1]]
         view = view.permute(*[axes.index(a) for a in range(x.ndim)])
         return view.copy_(x)
@@ -295,7 +293,9 @@ def strides(example: Example, engine: Engine) -> None:
     layout, what = example.layout, {"layout": example.layout, "codec": example.codec}
     gap = 2 * int(rng.integers(0, 20))
     shape = made.call["cache"].shape
-    room = torch.full((shape[0] * (layout.page_bytes + gap) + 4,), 0xA5, dtype=torch.uint8)
+    room = torch.full(
+        (shape[0] * (layout.page_bytes + gap) + 4,), 0xA5, dtype=torch.uint8, device=engine.device
+    )
     inner = (layout.num_kv_heads * layout.slot_bytes, layout.slot_bytes, 1)
 
     def placed(memory: Any) -> Any:

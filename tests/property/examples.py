@@ -148,9 +148,7 @@ def build(example: Example) -> Arrays:
             table[b, i] = free.pop()
 
     position = [np.arange(n) for n in lengths]
-    slots = [
-        table[b, p // size].astype(np.int64) * size + p % size for b, p in enumerate(position)
-    ]
+    slots = [table[b, p // size].astype(np.int64) * size + p % size for b, p in enumerate(position)]
     mapping = rng.permutation(np.unique(np.concatenate([np.zeros(0, np.int64), *slots])))
     skipped = np.full(max(example.spare, token_floor - len(mapping)), -1, np.int64)
     mapping = rng.permutation(np.concatenate([mapping, skipped]))
