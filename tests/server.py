@@ -114,6 +114,13 @@ class Server:
             seq.pages[index] = new
             self.done["pages copied on write"] += 1
 
+    def _shorten(self, seq: Sequence) -> None:
+        """Pages past its tokens go; a store that found no room for all of them may leave some."""
+        needed = -(-seq.length // self.layout.page_size)
+        for page in seq.pages[needed:]:
+            self._drop(seq.cache, page)
+        seq.pages = seq.pages[:needed]
+
     # --- steps ----------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -131,6 +138,8 @@ class Server:
             self.done[chosen.__name__] += 1
         except Full:
             self.done["evicted for room"] += 1
+            for seq in self.seqs:
+                self._shorten(seq)
             self.evict()
             self._upload(0)
             self._upload(1)
@@ -190,10 +199,7 @@ class Server:
         """The last tokens are forgotten, and poisoned where the page is not shared."""
         seq, size = self._pick(), self.layout.page_size
         seq.log = seq.log[: int(self.rng.integers(0, seq.length + 1))]
-        needed = -(-seq.length // size)
-        for page in seq.pages[needed:]:
-            self._drop(seq.cache, page)
-        seq.pages = seq.pages[:needed]
+        self._shorten(seq)
         if seq.length % size and self.uses[seq.cache][seq.pages[-1]] == 1:
             page = self.mirrors[seq.cache][seq.pages[-1]].reshape(-1)
             page[self.places[seq.length % size :]] = POISON
