@@ -14,10 +14,10 @@ ENGINE = Engine("torch", "native")
 
 @pytest.mark.parametrize("name", [n for n, p in PROPERTIES.items() if p.applies(ENGINE)])
 def test_property(name):
-    run(name, ENGINE, 15 * PROPERTIES[name].share)
+    run(name, ENGINE, 10 * PROPERTIES[name].share)
 
 
 def test_server():
-    done = serve(ENGINE, 200, servers=4)
+    done = serve(ENGINE, 100, servers=4)
     assert done["rows attended"]
     assert done["tokens stored"]
