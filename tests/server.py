@@ -356,7 +356,7 @@ def serve(
     done: Counter[str] = Counter()
     every = shapes(engine)
     for i in range(servers):
-        case = every[(seed + i * 5) % len(every)]
+        case = every[(seed + i * 11) % len(every)]  # 11: all of the 35 formats in turn
         server = Server(case, engine, seed * 1000 + i)
         start, count = time.time(), steps // servers + (i < steps % servers)
         for number in range(count):
@@ -378,7 +378,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--framework", choices=["torch", "jax"], default="torch")
     parser.add_argument("--backend", choices=["native", "interpret", "triton"], default="native")
-    parser.add_argument("--servers", type=int, default=20, help="one after another")
+    parser.add_argument("--servers", type=int, default=35, help="one after another")
     args = parser.parse_args(words)
     if args.backend == "interpret":
         import os
