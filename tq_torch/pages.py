@@ -225,7 +225,9 @@ class PageReader:
             view = words.view(flat.view(torch.int32))[:, slots].unflatten(0, lead)
             if view.ndim == 4:  # one word a token and head
                 view = view.unsqueeze(-1)
-            return view.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8)
+            view = view.permute(0, 3, 1, 2, 4)
+            # Not `contiguous`, which leaves a single word the strides that it has.
+            return view.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         view = part.view(flat)[:, slots].unflatten(0, lead)
         return view.permute(0, 3, 1, 2, *range(4, view.ndim)).flatten(4)
 

@@ -6,6 +6,9 @@ import torch
 
 import tq_torch
 from tests.cases import ATTENTION_CASES, DTYPES, AttentionCase
+from tests.engines import Engine
+from tests.property import checks
+from tests.property.examples import Example
 from tests.torch.helpers import DTYPES as TORCH_DTYPES
 from tests.torch.helpers import (
     attention_tensors,
@@ -55,6 +58,19 @@ def test_small_head_dims(head_dim, preset, order):
     case = AttentionCase(QuantConfig.preset(preset), head_dim, order=order, batch=((1, 20),))
     check_dequantize(case, "native")
     check_attention(case, "native")
+
+
+@pytest.mark.parametrize("value, head_dim, page_size, order", [
+    ("int4", 9, 16, "planes"), ("int3", 16, 2, "planes"), ("int3", 13, 1, "head"),
+])  # fmt: skip
+def test_one_page_of_one_head_with_one_word_of_values(value, head_dim, page_size, order):
+    """Dimensions of 1 have strides of no meaning."""
+    example = Example(
+        QuantConfig("mse2", value), head_dim, page_size, order, num_kv_heads=1, group=1,
+        batch=((1, 1),), spare=0,
+    )  # fmt: skip
+    for check in (checks.attention, checks.round_trip):
+        check(example, Engine("torch", "native"))
 
 
 @pytest.mark.parametrize("elements", [1, 2**12])

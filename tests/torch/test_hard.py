@@ -1,0 +1,24 @@
+"""Inputs that broke others, with tq_torch's own operations."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import hard
+from tests.engines import Engine
+
+ENGINE = Engine("torch", "native")
+
+
+@pytest.mark.parametrize("name", hard.checks_for(ENGINE))
+def test_hard(name):
+    hard.CHECKS[name](ENGINE)
+
+
+@pytest.mark.slow
+def test_every_head_dim():
+    hard.every_head_dim(ENGINE, step=1)
+
+
+def test_every_format_at_every_head_dim():
+    hard.formats(ENGINE, step=1)
