@@ -547,6 +547,72 @@ def test_first_calls_from_many_threads():
     assert all(torch.equal(results[0], x) for x in results)
 
 
+def test_two_threads_on_two_streams():
+    """Different calls at once, each again and again: the bits that they have alone."""
+    cases = [
+        AttentionCase(FLAGSHIP, 128, 64, batch=((1, 5000), (1, 300)), dtype="float16", seed=1),
+        AttentionCase(FLAGSHIP, 128, 64, batch=((40, 700), (2, 90)), dtype="float16", seed=2),
+    ]
+    inputs = [on_device(attention_tensors(case), "cuda") for case in cases]
+
+    def call(i):
+        return tq_torch.attention(**inputs[i], **cases[i].options, backend="triton")
+
+    want = [call(i) for i in range(2)]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def repeat(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [call(i) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        wrong.extend(i for result in results if not torch.equal(result, want[i]))
+
+    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_two_graphs_at_once():
+    """Replayed on two streams, neither writes what the other reads."""
+    layout = CacheLayout(FLAGSHIP, 2, 128, 16)
+    codec = Codec(layout.config, 128)
+    made, want = [], []
+    for n in (3, 64):
+        query, cache, table, lens = _decode_inputs(n, 500, 600, layout, codec)
+
+        def step(query=query, cache=cache, table=table, lens=lens):
+            return tq_torch.decode_attention(
+                query, cache, table, lens, layout=layout, codec=codec, backend="triton"
+            )
+
+        want.append(step())
+        made.append(_capture(step))
+    streams = [torch.cuda.Stream() for _ in made]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for (graph, _), stream in zip(made, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for (_, out), right in zip(made, want, strict=True):
+        assert torch.equal(out, right)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one():
+    case = AttentionCase(FLAGSHIP, 128, 64, batch=((1, 5000), (1, 300)), dtype="float16")
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        tensors = on_device(attention_tensors(case), device)
+        with torch.cuda.device(0):
+            results.append(tq_torch.attention(**tensors, **case.options).cpu())
+    assert torch.equal(*results)
+
+
 def test_stale_memory_never_matters():
     """Scratch and unused cache bytes hold NaN before the call."""
     case = next(c for c in ATTENTION if c.sinks and not c.is_decode)
