@@ -419,8 +419,8 @@ def _check_codebook(
     want = np.searchsorted(edges, y, side="right")
     edge = edges[np.clip(np.minimum(codes, want), 0, len(edges) - 1)]
     near = (np.abs(codes - want.astype(int)) == 1) & (np.abs(y - edge) <= MIDPOINT_TOLERANCE)
-    # Of a vector so short the codes mean nothing: its scale is 0.
-    count.add_codes(name, (codes != want) & (norm >= SHORTEST), near)
+    # Of a vector so short, but not zero, the codes mean nothing: its scale is 0.
+    count.add_codes(name, (codes != want) & ((norm >= SHORTEST) | (norm == 0)), near)
     expected = norm[..., 0]
     if codec.config.norm_correction:
         expected = expected / np.sqrt((centroids.astype(np.float64)[codes] ** 2).sum(-1))
