@@ -40,6 +40,7 @@ HARD = {
 }
 
 NO_STRIDES = "JAX has no strides"
+NO_TIMES = "times of a CPU say nothing of a GPU's"
 NO_STREAMS = "no streams or graphs there"
 
 
@@ -64,7 +65,20 @@ KINDS = (
         ("formats", "every_head_dim"),
     ),
     Kind("shapes", "query heads a KV head: 3, 5, 6, 7, 12, above 16", ("groups",)),
-    Kind("shapes", "every key format with every value format", ("formats",)),
+    Kind(
+        "shapes",
+        "every key format with every value format; unknown formats are refused",
+        (
+            "formats",
+            "tests/torch/test_hard.py::test_every_format_at_every_head_dim",
+            "tests/torch/test_noticed.py::test_any_pair_of_formats_that_writes_nothing_is_noticed",
+            "tests/jax/test_hard.py::test_every_format_at_every_head_dim",
+            "tests/interpret/test_kernels.py::test_store",
+            "tests/gpu/test_hard.py::test_every_format_at_every_head_dim",
+            "tests/core/test_cases.py::test_store_covers_every_pair_at_every_head_dim",
+            "tests/core/test_config.py::test_wrong_values_are_refused",
+        ),
+    ),
     Kind("shapes", "page sizes from 1 up give the same", ("page_sizes",)),
     Kind(
         "shapes",
@@ -169,6 +183,19 @@ KINDS = (
         ),
     ),
     Kind(
+        "batches",
+        "the bits of a sequence depend on what else is in the batch, where that was ruled out",
+        (
+            "tests/interpret/test_kernels.py::test_a_sequence_has_the_same_bits_in_any_batch",
+            "tests/gpu/test_triton.py::test_a_sequence_has_the_same_bits_in_any_batch",
+            "tests/gpu/test_triton.py::test_a_long_sequence_has_the_same_bits_in_any_batch",
+        ),
+        {
+            "native torch": "a promise of the kernels' plans alone",
+            "native jax": "a promise of the kernels' plans alone",
+        },
+    ),
+    Kind(
         "running",
         "a graph captured at length 1 and replayed at 40k; graphs of two batch sizes",
         (
@@ -189,6 +216,17 @@ KINDS = (
         {
             "interpret": "plans are those of GPUs: tests/core/test_workspace.py",
             "gpu": "scratch is in the plan: tests/core/test_workspace.py",
+        },
+    ),
+    Kind(
+        "running",
+        "slower than 16-bit attention, or a replayed graph slower than the call",
+        (),
+        {
+            "native torch": NO_TIMES,
+            "native jax": NO_TIMES,
+            "interpret": NO_TIMES,
+            "gpu": "measured, with a check: python -m bench decode --grid --check, bench launch",
         },
     ),
     Kind(

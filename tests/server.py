@@ -386,6 +386,9 @@ def main(words: list[str] | None = None) -> int:
 
         os.environ["TRITON_INTERPRET"] = "1"
         warnings.simplefilter("ignore", RuntimeWarning)
+        from tests.interpret.speed import patch_the_language_once
+
+        patch_the_language_once()
     device = "cuda" if args.backend == "triton" else "cpu"
     engine = Engine(args.framework, args.backend, device)
     done = serve(engine, args.steps, args.seed, args.servers, log=True)

@@ -25,6 +25,9 @@ def main(words: list[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
         # Numpy computes both sides of a choice and says so of the side that is not taken.
         warnings.simplefilter("ignore", RuntimeWarning)
+        from tests.interpret.speed import patch_the_language_once
+
+        patch_the_language_once()
 
     from tests.engines import Engine
     from tests.property.checks import PROPERTIES
