@@ -342,7 +342,7 @@ def table() -> str:
 def run(tests: Iterable[str], environment: Mapping[str, str], mark: str) -> int:
     """Runs tests in a process of their own; pytest's exit status."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", mark, *dict.fromkeys(tests)]
-    print(f"\n{' '.join(environment)} {len(command) - 5} tests", flush=True)
+    print(f"\n{' '.join(environment)} {len(command) - 6} tests", flush=True)
     return subprocess.call(command, cwd=ROOT, env={**os.environ, **environment})
 
 
